@@ -1,4 +1,4 @@
-"""Writes what kill -9 does to runs that follow: python tests/faults/stream_results.py --json FILE"""
+"""Measures SIGKILLs of runs that train on streams: python tests/faults/stream_results.py --json FILE"""
 
 import argparse
 import itertools
@@ -16,7 +16,7 @@ from killed_streams import Base, check_random_kills
 from nestrec.report.result_file import make_frame, save_frame
 
 
-def killed(base: Base, kind: str, ranks: int, seed: int, number: int) -> dict[str, Any]:
+def kill_stream(base: Base, kind: str, ranks: int, seed: int, number: int) -> dict[str, Any]:
     start_s = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         row = check_random_kills(base, Path(folder), kind, ranks=ranks, number=number, seed=seed)
@@ -26,21 +26,21 @@ def killed(base: Base, kind: str, ranks: int, seed: int, number: int) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json", type=Path, required=True)
-    parser.add_argument("--kills", type=int, default=13, help="of each stream")
-    parser.add_argument("--seeds", type=int, default=2, help="streams of each source and number of ranks")
-    parser.add_argument("--at-once", type=int, default=8)
-    chosen = parser.parse_args()
+    parser.add_argument("--kills", type=int, default=13, help="Number of kills per stream.")
+    parser.add_argument("--seeds", type=int, default=2, help="Number of streams per source and number of ranks.")
+    parser.add_argument("--at-once", type=int, default=8, help="Number of streams that run concurrently.")
+    options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(chosen.at_once, get_context("spawn")) as pool:
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(options.at_once, get_context("spawn")) as pool:
         base = Base.make(Path(folder))
-        streams = itertools.product((2, 1), ("kafka", "folder"), range(1, chosen.seeds + 1))
-        begun = [pool.submit(killed, base, kind, ranks, seed, chosen.kills) for ranks, kind, seed in streams]
-        for done in as_completed(begun):
-            rows.append(done.result())
+        streams = itertools.product((2, 1), ("kafka", "folder"), range(1, options.seeds + 1))
+        futures = [pool.submit(kill_stream, base, kind, ranks, seed, options.kills) for ranks, kind, seed in streams]
+        for future in as_completed(futures):
+            rows.append(future.result())
             print(json.dumps(rows[-1]), flush=True)
             command = " ".join(["python", *sys.argv])
             ordered = sorted(rows, key=lambda row: (row["source"], row["ranks"], row["seed"]))
-            save_frame(chosen.json, make_frame(bench="fresh", command=command, rows=ordered))
+            save_frame(options.json, make_frame(bench="fresh", command=command, rows=ordered))
 
 
 if __name__ == "__main__":

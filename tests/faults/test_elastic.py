@@ -1,6 +1,6 @@
-"""`torchrun --nnodes 1:4`: nodes are lost and join at random; the run goes on with as many as there are, exactly.
+"""Elastic training with `torchrun --nnodes 1:4`: nodes fail and join at random, and the run continues with the others.
 
-With NESTREC_ELASTIC_RESULTS naming a file, what was found is kept there.
+The results are written to the file named by NESTREC_ELASTIC_RESULTS, if it is set.
 """
 
 import contextlib
@@ -23,13 +23,12 @@ from nestrec.checkpoint.checkpoint_manifest import committed_steps
 from nestrec.report.result_file import write_frame
 from support.tiny_runs import command_of, make_datasets
 
-MOST_NODES = 4
-SAVED_STEPS = 4
+MAX_NODES = 4
+CHECKPOINT_EVERY_STEPS = 4
 
 
 class Nodes:
-    """Launchers that each stand for a machine with one rank. Their meeting place is a process of its own, as etcd or a
-    head node would be: here, the test."""
+    """Launchers that each represent a machine with one rank; this process hosts their rendezvous store."""
 
     def __init__(self, command: list[str], folder: Path) -> None:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -40,7 +39,7 @@ class Nodes:
 
     def join(self) -> None:
         conf = "is_host=0,last_call_timeout=1,join_timeout=120,keep_alive_interval=1,keep_alive_max_attempt=10"
-        launcher = [sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{MOST_NODES}", "--nproc-per-node=1"]
+        launcher = [sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{MAX_NODES}", "--nproc-per-node=1"]
         launcher += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._store.port}", "--rdzv-id=elastic"]
         launcher += [f"--rdzv-conf={conf}", "--max-restarts=1000", "--monitor-interval=0.2", *self._command[1:]]
         self._count += 1
@@ -57,18 +56,18 @@ class Nodes:
             )
 
     def lose(self, number: int) -> None:
-        """A machine is gone with all that ran on it."""
+        """Kill all processes of a machine."""
         node = self.running.pop(number)
         if node.poll() is not None:
             return
-        family = [node.pid, *(child.pid for child in psutil.Process(node.pid).children(recursive=True))]
-        for process in family:
+        processes = [node.pid, *(child.pid for child in psutil.Process(node.pid).children(recursive=True))]
+        for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)
         node.wait()
 
     def stop(self) -> None:
-        """All are told to save and end."""
+        """Send SIGTERM to all machines, so that the run saves and stops, and wait for them."""
         for node in self.running:
             node.terminate()
         for node in self.running:
@@ -78,14 +77,14 @@ class Nodes:
         while self.running:
             self.lose(0)
 
-    def said(self) -> str:
+    def output(self) -> str:
         return "\n".join(
             f"{path.name}:\n{path.read_text(errors='replace')[-1500:]}" for path in self._folder.glob("node-*")
         )
 
 
 def records_of(run: Path) -> list[dict[str, Any]]:
-    """Whole lines of the run's metrics, which may be written to just now."""
+    """Return the complete lines of the run's metrics; the run may be writing the last line."""
     path = run / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -95,22 +94,36 @@ def losses_of(run: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in records_of(run) if record["kind"] == "step"}
 
 
-def reached_of(run: Path) -> int:
-    """The last step that is over, as the run itself keeps it for the start that follows a crash; 0: not known now."""
+def progress_of(run: Path) -> int:
+    """Return the last completed step of the run's progress file, or 0 if the file is not complete."""
     content = (run / "progress").read_bytes()
     return int(struct.unpack_from("<q", content)[0]) if len(content) >= 8 else 0
 
 
-def resumed_on(run: Path) -> list[int]:
-    """Ranks of each start that went on from a checkpoint."""
+def num_ranks_of_resumes(run: Path) -> list[int]:
+    """Return the number of ranks of each start that resumed from a checkpoint."""
     return [r["ranks"] for r in records_of(run) if str(r.get("text", "")).startswith("resumed from")]
 
 
-def disturbed(command: list[str], run: Path, folder: Path, *, changes: int, seed: int, limit_s: float) -> list[str]:
-    """Lose and add nodes at random, each time when the last change has been made up for, and stop; what was done."""
+def change_nodes(command: list[str], run: Path, folder: Path, *, changes: int, seed: int, limit_s: float) -> list[str]:
+    """Run a command on nodes that are killed and added at random, and stop it after all changes.
+
+    Before each change, the run must have resumed on the current nodes and saved a checkpoint.
+
+    Args:
+        command: The training command.
+        run: Run folder.
+        folder: Folder for the output of the nodes.
+        changes: Number of changes.
+        seed: Seed of the changes.
+        limit_s: Time limit.
+
+    Returns:
+        Descriptions of the changes.
+    """
     draw = random.Random(seed)
     done = list[str]()
-    mark = 0
+    last_change_step = 0
     lost_steps = None
     nodes = Nodes(command, folder)
     deadline_s = time.monotonic() + limit_s
@@ -118,24 +131,25 @@ def disturbed(command: list[str], run: Path, folder: Path, *, changes: int, seed
         for _ in range(2):
             nodes.join()
         while True:
-            assert time.monotonic() < deadline_s, f"hangs after {done}\n{nodes.said()}"
-            assert all(node.poll() is None for node in nodes.running), f"ended by itself after {done}\n{nodes.said()}"
+            assert time.monotonic() < deadline_s, f"hangs after {done}\n{nodes.output()}"
+            is_running = all(node.poll() is None for node in nodes.running)
+            assert is_running, f"a node exited without a kill after {done}\n{nodes.output()}"
             newest = max(committed_steps(run / "checkpoints"), default=0)
-            is_settled = (resumed_on(run) or [2])[-1] == len(nodes.running)
-            if is_settled and newest >= mark + SAVED_STEPS:
+            has_resumed = (num_ranks_of_resumes(run) or [2])[-1] == len(nodes.running)
+            if has_resumed and newest >= last_change_step + CHECKPOINT_EVERY_STEPS:
                 if len(done) == changes:
                     break
                 if lost_steps is None:
-                    is_loss = len(nodes.running) == MOST_NODES or (len(nodes.running) > 1 and draw.random() < 0.5)
-                    lost_steps = draw.randrange(1, SAVED_STEPS) if is_loss else 0
-                if reached_of(run) >= newest + lost_steps:
+                    is_loss = len(nodes.running) == MAX_NODES or (len(nodes.running) > 1 and draw.random() < 0.5)
+                    lost_steps = draw.randrange(1, CHECKPOINT_EVERY_STEPS) if is_loss else 0
+                if progress_of(run) >= newest + lost_steps:
                     if lost_steps:
                         nodes.lose(draw.randrange(len(nodes.running)))
                     else:
                         nodes.join()
                     done.append(f"{'loss' if lost_steps else 'join'} at step {newest}, then {len(nodes.running)} nodes")
                     print(f"{time.strftime('%X')} {done[-1]}", flush=True)
-                    mark = newest
+                    last_change_step = newest
                     lost_steps = None
             time.sleep(0.05)
         nodes.stop()
@@ -146,37 +160,39 @@ def disturbed(command: list[str], run: Path, folder: Path, *, changes: int, seed
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-def test_random_losses_and_joins_end_as_an_undisturbed_run(tmp_path: Path) -> None:
-    """Twenty of them, unless NESTREC_ELASTIC_CHANGES says otherwise."""
+def test_elastic_training_with_random_node_changes(tmp_path: Path) -> None:
+    """The number of changes is 20, or NESTREC_ELASTIC_CHANGES if it is set."""
     changes = int(os.environ.get("NESTREC_ELASTIC_CHANGES", "20"))
     make_datasets(tmp_path)
-    more: dict[str, object] = {"training.epochs": 10**6, "training.checkpoint_every_steps": SAVED_STEPS}
-    more |= {"training.evaluate_every_epochs": 0, "batch.batch_samples": 16, "pipeline.schedule": "nested"}
-    whole = tmp_path / "whole"
+    more: dict[str, object] = {"training.epochs": 10**6, "training.checkpoint_every_steps": CHECKPOINT_EVERY_STEPS}
+    more |= {"training.eval_every_epochs": 0, "batch.batch_size": 16, "pipeline.schedule": "nested"}
+    uninterrupted = tmp_path / "uninterrupted"
     run = tmp_path / "run"
     start_s = time.monotonic()
-    done = disturbed(command_of("hstu", tmp_path, run, more), run, tmp_path, changes=changes, seed=3, limit_s=2000)
+    done = change_nodes(command_of("hstu", tmp_path, run, more), run, tmp_path, changes=changes, seed=3, limit_s=2000)
     took_s = time.monotonic() - start_s
     assert len(done) == changes
     last = max(committed_steps(run / "checkpoints"))
-    command = command_of("hstu", tmp_path, whole, {**more, "training.max_steps": last})
+    command = command_of("hstu", tmp_path, uninterrupted, {**more, "training.max_steps": last})
     subprocess.run(command, check=True, capture_output=True, timeout=600)
-    expected, found = losses_of(whole), losses_of(run)
-    assert found.keys() == expected.keys()
-    pairs = [(found[step], expected[step]) for step in sorted(expected)]
+    expected = losses_of(uninterrupted)
+    losses = losses_of(run)
+    assert losses.keys() == expected.keys()
+    pairs = [(losses[step], expected[step]) for step in sorted(expected)]
     difference = max(abs(a - b) / abs(b) for a, b in pairs)
     lost = [(r["lost_steps"], r["lost_s"]) for r in records_of(run) if "lost_steps" in r]
-    print(f"{last} steps, {len(resumed_on(run))} starts on {resumed_on(run)} ranks, lost {lost}")
+    ranks = num_ranks_of_resumes(run)
+    print(f"{last} steps, {len(ranks)} starts on {ranks} ranks, lost {lost}")
     print(f"last losses {pairs[-1]}, largest difference {difference:.1e}")
     if name := os.environ.get("NESTREC_ELASTIC_RESULTS"):
         row: dict[str, Any] = {"changes": len(done), "losses": sum(each.startswith("loss") for each in done)}
-        row |= {"joins": row["changes"] - row["losses"], "steps": last, "starts": len(resumed_on(run))}
-        row |= {"ranks_of_starts": resumed_on(run), "lost_steps": [steps for steps, _ in lost]}
+        row |= {"joins": row["changes"] - row["losses"], "steps": last, "starts": len(ranks)}
+        row |= {"ranks_of_starts": ranks, "lost_steps": [steps for steps, _ in lost]}
         row |= {"lost_s": [round(seconds, 2) for _, seconds in lost], "largest_difference": float(f"{difference:.1e}")}
         row |= {"seconds": round(took_s), "last_losses": pairs[-1]}
-        again = "NESTREC_ELASTIC_RESULTS=FILE pytest -m slow tests/faults/test_elastic.py"
-        write_frame(Path(name), bench="elastic", command=again, rows=[row])
+        command_line = "NESTREC_ELASTIC_RESULTS=FILE pytest -m slow tests/faults/test_elastic.py"
+        write_frame(Path(name), bench="elastic", command=command_line, rows=[row])
     assert difference < 1e-3
-    assert len(set(resumed_on(run))) > 1, "on different numbers of ranks"
-    assert lost, "the report says what was lost"
+    assert len(set(ranks)) > 1, "the run resumed on different numbers of ranks"
+    assert lost, "the metrics contain the lost steps"
     assert all(seconds is not None for _, seconds in lost)

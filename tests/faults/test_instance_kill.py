@@ -1,4 +1,4 @@
-"""Instances that are killed under load: who fails, who moves, and who comes back."""
+"""Instances behind a gateway are killed under load: failed requests, moved users, and their return."""
 
 import asyncio
 import itertools
@@ -15,7 +15,7 @@ import pytest
 
 from nestrec.exporters.servable_writer import write_servable
 from nestrec.models.hstu import HSTUConfig
-from nestrec.serving.fleet.readiness_probes import free_port, listens
+from nestrec.serving.fleet.readiness_probes import free_port, is_listening
 from nestrec.serving.fleet.upstream_connection import Upstream
 from nestrec_bench.harness.random_model import random_retrieval
 
@@ -23,15 +23,17 @@ ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16
 NUM_INSTANCES = 3
 NUM_USERS = 48
 GAP_S = 0.02
-PATIENCE_S = 200.0
-"""for processes to start, on a machine that others share"""
-pytestmark = pytest.mark.timeout(3 * PATIENCE_S)
-BURST, FREE_LOAD = 6, 8
-"""requests that a slot takes whatever the others do (router.py)"""
+START_TIMEOUT_S = 200.0
+"""Time limit for the start of processes, long enough for a busy machine."""
+pytestmark = pytest.mark.timeout(3 * START_TIMEOUT_S)
+BURST, UNBOUNDED_LOAD = 6, 8
+"""Number of requests in a burst, and number of requests that a slot accepts regardless of the load of others."""
 
 
 @dataclass(frozen=True)
-class Seen:
+class RankResult:
+    """Times, status and route of a ranking request."""
+
     sent_s: float
     ended_s: float
     user: int
@@ -42,18 +44,18 @@ class Seen:
 
 @pytest.fixture(scope="module")
 def gateway(tmp_path_factory):
-    """(port, process) of three instances behind the gateway."""
+    """Yield the port and the process of a gateway with three instances."""
     folder = tmp_path_factory.mktemp("model") / "model"
     port = free_port()
     write_servable(random_retrieval(ENCODER, num_items=50), folder)
     command = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), "--port", str(port)]
-    command += ["--instances", str(NUM_INSTANCES), "--front", "gateway"]
+    command += ["--num_instances", str(NUM_INSTANCES), "--load_balancer", "gateway"]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    end_s = time.monotonic() + PATIENCE_S
-    while not listens(port):
+    end_s = time.monotonic() + START_TIMEOUT_S
+    while not is_listening(port):
         assert process.poll() is None
         assert time.monotonic() < end_s, "the gateway does not listen"
-        time.sleep(0.05)  # other processes start: there is no clock to inject
+        time.sleep(0.05)  # other processes start, so no clock can be injected
     yield port, process
     process.terminate()
     assert process.wait(60) == 0
@@ -66,89 +68,97 @@ def instance_of(process, slot):
     raise AssertionError(f"slot {slot} has no process")
 
 
-async def ask(upstream, user):
-    """A ranking request; its slot is -1 where it failed."""
+async def send_rank_request(upstream, user):
+    """Send a ranking request; the slot of the result is -1 if the request failed."""
     history = {"items": ["1", "2"], "times_ms": [1, 2]}
     body = {"user": f"u{user}", "history": history, "candidates": ["3", "4"], "timeout_ms": 10_000}
     sent_s = time.monotonic()
     response = await upstream.send("POST", b"/v1/rank", json.dumps(body).encode())
     slot = int(response.headers.get(b"x-nestrec-slot", b"-1"))
     is_diverted = response.headers.get(b"x-nestrec-diverted") == b"1"
-    return Seen(sent_s, time.monotonic(), user, response.status, slot, is_diverted)
+    return RankResult(sent_s, time.monotonic(), user, response.status, slot, is_diverted)
 
 
-async def homes(upstream):
-    return {user: (await ask(upstream, user)).slot for user in range(NUM_USERS)}
+async def home_slots(upstream):
+    """Return the slot of each user."""
+    return {user: (await send_rank_request(upstream, user)).slot for user in range(NUM_USERS)}
 
 
-async def status(upstream):
+async def gateway_status(upstream):
     return json.loads((await upstream.send("GET", b"/v1/gateway")).body)
 
 
 async def kill_one_under_load(upstream, process, slot, users):
-    """Requests of all users at a steady rate; after half a second the instance of `slot`, which a few of its `users`
-    have just asked at once, is gone."""
+    """Send requests of all users at a constant rate, and kill the instance of `slot` after half a second.
+
+    Immediately before the kill, some of its `users` send a burst of requests.
+
+    Returns:
+        Time of the kill, and the results of all requests.
+    """
     killed_s = 0.0
     tasks = []
     start_s = time.monotonic()
     for number in range(int(2.5 / GAP_S)):
         await asyncio.sleep(max(0.0, start_s + number * GAP_S - time.monotonic()))
-        tasks.append(asyncio.create_task(ask(upstream, number % NUM_USERS)))
+        tasks.append(asyncio.create_task(send_rank_request(upstream, number % NUM_USERS)))
         if not killed_s and number * GAP_S > 0.5:
-            tasks += [asyncio.create_task(ask(upstream, user)) for user in users[:BURST]]
-            await asyncio.sleep(0.002)  # they are on their way to it now
+            tasks += [asyncio.create_task(send_rank_request(upstream, user)) for user in users[:BURST]]
+            await asyncio.sleep(0.002)  # the requests are sent to the instance during this time
             instance_of(process, slot).send_signal(signal.SIGKILL)
             killed_s = time.monotonic()
     return killed_s, await asyncio.gather(*tasks)
 
 
-def most_under_way(seen):
-    """Requests at a time, as the client sees them: the gateway never has more."""
-    moments = sorted([(s.sent_s, 1) for s in seen] + [(s.ended_s, -1) for s in seen])
-    return max(itertools.accumulate(change for _, change in moments))
+def max_in_flight(results):
+    """Return the maximum number of concurrent requests of the client, which is an upper bound of the gateway's."""
+    changes = sorted([(r.sent_s, 1) for r in results] + [(r.ended_s, -1) for r in results])
+    return max(itertools.accumulate(change for _, change in changes))
 
 
-async def all_alive(upstream):
-    """On a busy machine an instance may be late for the first questions: its users would have no home there."""
-    end_s = time.monotonic() + PATIENCE_S
-    while not all(alive := (await status(upstream))["alive"]):
-        assert time.monotonic() < end_s, f"instances do not come: {alive}"
+async def wait_until_all_alive(upstream):
+    """Wait for all instances, because users have no home slot on an instance that is not ready on a busy machine."""
+    end_s = time.monotonic() + START_TIMEOUT_S
+    while not all(alive := (await gateway_status(upstream))["alive"]):
+        assert time.monotonic() < end_s, f"instances do not start: {alive}"
         await asyncio.sleep(0.1)
 
 
-async def one_round(upstream, process, slot):
-    await all_alive(upstream)
-    before = await homes(upstream)
-    counts = await status(upstream)
+async def check_kill(upstream, process, slot):
+    """Kill an instance under load, check the results, and return its measurements."""
+    await wait_until_all_alive(upstream)
+    before = await home_slots(upstream)
+    counts = await gateway_status(upstream)
     users = [user for user, home in before.items() if home == slot]
-    killed_s, seen = await kill_one_under_load(upstream, process, slot, users)
-    in_flight = [s for s in seen if s.sent_s <= killed_s <= s.ended_s and before[s.user] == slot]
-    failed = [s for s in seen if s.status != 200]
+    killed_s, results = await kill_one_under_load(upstream, process, slot, users)
+    in_flight = [r for r in results if r.sent_s <= killed_s <= r.ended_s and before[r.user] == slot]
+    failed = [r for r in results if r.status != 200]
     assert len(failed) <= len(in_flight)
-    assert all(s.status == 200 for s in seen if s.sent_s > killed_s + 1.0), "routing has recovered within a second"
-    after = [s for s in seen if s.sent_s > killed_s and s.status == 200]
-    assert all(s.slot == before[s.user] or s.is_diverted for s in after if before[s.user] != slot), "nobody else moved"
-    moved = [s for s in after if before[s.user] == slot]
+    assert all(r.status == 200 for r in results if r.sent_s > killed_s + 1.0), "routing has recovered within a second"
+    after = [r for r in results if r.sent_s > killed_s and r.status == 200]
+    others = [r for r in after if before[r.user] != slot]
+    assert all(r.slot == before[r.user] or r.is_diverted for r in others), "other users have not moved"
+    moved = [r for r in after if before[r.user] == slot]
     assert moved
-    assert all(s.slot != slot for s in moved if s.ended_s < killed_s + 0.5), "there was nobody to answer"
-    now = await status(upstream)
-    assert any(s.is_diverted for s in seen) <= (now["diverted"] > counts["diverted"]), "diversions are counted apart"
-    if most_under_way(seen) <= FREE_LOAD:
-        assert now["diverted"] == counts["diverted"], "below the bound nobody is diverted"
-    assert now["failed_over"] > counts["failed_over"] or now["leaked"] > counts["leaked"]
-    await all_alive(upstream)
-    end_s = time.monotonic() + PATIENCE_S
-    while await homes(upstream) != before:  # they return when their routes of the meantime expire
-        assert time.monotonic() < end_s, "users have not come home"
+    assert all(r.slot != slot for r in moved if r.ended_s < killed_s + 0.5), "the instance was not running"
+    now = await gateway_status(upstream)
+    assert any(r.is_diverted for r in results) <= (now["diverted"] > counts["diverted"]), "diversions are counted"
+    if max_in_flight(results) <= UNBOUNDED_LOAD:
+        assert now["diverted"] == counts["diverted"], "below the bound, no request is diverted"
+    assert now["failed_over"] > counts["failed_over"] or now["spilled"] > counts["spilled"]
+    await wait_until_all_alive(upstream)
+    end_s = time.monotonic() + START_TIMEOUT_S
+    while await home_slots(upstream) != before:  # users return when their temporary routes expire
+        assert time.monotonic() < end_s, "users have not returned"
         await asyncio.sleep(0.2)
     return {
-        "requests": len(seen),
+        "requests": len(results),
         "in_flight": len(in_flight),
         "failed": len(failed),
-        "most_under_way": most_under_way(seen),
+        "max_in_flight": max_in_flight(results),
         "diverted": now["diverted"] - counts["diverted"],
-        "moved": len({s.user for s in moved}),
-        "slowest_s": max(s.ended_s - s.sent_s for s in seen),
+        "moved": len({r.user for r in moved}),
+        "slowest_s": max(r.ended_s - r.sent_s for r in results),
         "home_after_s": time.monotonic() - killed_s,
     }
 
@@ -156,17 +166,17 @@ async def one_round(upstream, process, slot):
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("count", [1, 20])
-def test_a_killed_instance_costs_at_most_its_requests_in_flight_and_only_its_users_move(gateway, count, capsys):
+def test_instance_kill_loses_only_requests_in_flight(gateway, count, capsys):
     port, process = gateway
 
     async def run():
         upstream = Upstream(port)
-        rounds = [await one_round(upstream, process, number % NUM_INSTANCES) for number in range(count)]
+        rounds = [await check_kill(upstream, process, number % NUM_INSTANCES) for number in range(count)]
         await upstream.close()
         return rounds
 
     rounds = asyncio.run(run())
     sums = {name: sum(r[name] for r in rounds) for name in ("requests", "in_flight", "failed", "diverted", "moved")}
-    most = {name: round(max(r[name] for r in rounds), 2) for name in ("most_under_way", "slowest_s", "home_after_s")}
+    maxima = {name: round(max(r[name] for r in rounds), 2) for name in ("max_in_flight", "slowest_s", "home_after_s")}
     with capsys.disabled():
-        print(f"\n{count} kills: in all {sums}; at most {most}")
+        print(f"\n{count} kills: total {sums}; maximum {maxima}")

@@ -1,4 +1,4 @@
-"""Processes behind a front get other models one after the other, time and again, while users ask."""
+"""Repeated rolling updates and scaling of instances behind a gateway, under load."""
 
 import asyncio
 import contextlib
@@ -9,7 +9,7 @@ import sys
 
 import pytest
 from operator_results import record
-from rolling_load import NUM_INSTANCES, check_rolled, rolled, scaled, write_versions
+from rolling_load import NUM_INSTANCES, check_rolling_updates, roll_under_load, scale_under_load, write_versions
 
 from nestrec.serving.fleet.readiness_probes import free_port
 
@@ -20,14 +20,15 @@ def folders(tmp_path_factory):
 
 
 @contextlib.contextmanager
-def running_front(front, folder, num_instances):
-    """Yield the port of a front over processes."""
+def running_gateway(folder, num_instances):
+    """Start a gateway with instances and yield its port."""
     port = free_port()
-    words = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), "--port", str(port)]
-    words += ["--instances", str(num_instances), "--front", front]
-    words += ["--service.session_s", "20"]  # requests of this test wait for the machine, not for a user
-    words += ["--service.engine.trigger.policy", "all"]  # else the gateway answers signals of short histories itself
-    process = subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
+    command = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), "--port", str(port)]
+    command += ["--num_instances", str(num_instances), "--load_balancer", "gateway"]
+    command += ["--service.session_timeout_s", "20"]  # requests of this test wait for a busy machine, not for a user
+    # Otherwise, the gateway itself responds to pre-infer requests of short histories.
+    command += ["--service.engine.preinfer.policy", "all"]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE)
     try:
         assert any(b"serving on" in line for line in process.stderr)
         yield port
@@ -38,17 +39,17 @@ def running_front(front, folder, num_instances):
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_models_roll_over_processes_time_and_again(folders):
-    with running_front("gateway", folders / "0", NUM_INSTANCES) as port:
-        load, took_s = asyncio.run(rolled(port, folders))
-    check_rolled("gateway", folders, load, took_s)
+def test_rolling_update_repeated_under_load(folders):
+    with running_gateway(folders / "0", NUM_INSTANCES) as port:
+        load, took_s = asyncio.run(roll_under_load(port, folders))
+    check_rolling_updates("gateway", folders, load, took_s)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_processes_come_and_go_while_users_ask(folders):
-    with running_front("gateway", folders / "0", 2) as port:
-        load = asyncio.run(scaled(port, (3, 1, 2)))
+def test_gateway_instances_come_and_go_under_load(folders):
+    with running_gateway(folders / "0", 2) as port:
+        load = asyncio.run(scale_under_load(port, (3, 1, 2)))
     record("scaling behind gateway", requests=load.num_requests, failed=load.num_failed)
     assert load.num_failed == load.num_split == 0
     assert load.num_requests > 100

@@ -1,4 +1,4 @@
-"""The store of histories is killed, paused and filled while a server answers: nothing wrong, nothing late."""
+"""The history store is killed, paused and filled under load: no response is wrong or late."""
 
 import asyncio
 import itertools
@@ -20,7 +20,7 @@ from nestrec_bench.harness.random_model import random_retrieval
 NUM_USERS, NUM_ITEMS = 24, 200
 EPSILON = 1e-5
 TIMEOUT_S, GRACE_S = 2.0, 5.0
-"""grace: what this process and the machine may add"""
+"""Timeout of a request, and the additional time that this process and a busy machine may need."""
 
 
 @pytest.fixture(scope="module")
@@ -32,62 +32,67 @@ def model(tmp_path_factory):
 
 
 class Load:
-    """Users whose history is known ask by their id alone; one of them writes as well."""
+    """Load generator: users with a stored history request by their id, and one user also writes events."""
 
     def __init__(self, client, expected, histories):
         self._client = client
         self._expected = expected
         self._histories = histories
         self.counts = dict.fromkeys(
-            ("answered", "refused", "wrong", "failed", "late", "fell_back", "refused_events"), 0
+            # Names of columns in docs/results/operator.json.
+            ("answered", "refused", "wrong", "failed", "late", "fell_back", "refused_events"),
+            0,
         )
         self.slowest_s = 0.0
         self.most_different = 0.0
         self.acknowledged = []
         self.is_over = False
 
-    async def ask(self, user):
+    async def send_requests(self, user):
         rng = random.Random(user)
         while not self.is_over:
             body = {"user": user, "candidates": ["1", "2", "3"], "now_ms": 10**6, "timeout_ms": int(1000 * TIMEOUT_S)}
-            if brings := rng.random() < 0.2:
-                body |= {"history": self._histories[user], "prefer_kept": True}
+            if has_history := rng.random() < 0.2:
+                body |= {"history": self._histories[user], "prefer_stored_history": True}
             start_s = time.monotonic()
             try:
-                answer = await self._client.post("/v1/rank", json=body)
+                response = await self._client.post("/v1/rank", json=body)
             except httpx.HTTPError:
                 self.counts["failed"] += 1
                 continue
             took_s = time.monotonic() - start_s
             self.slowest_s = max(self.slowest_s, took_s)
             self.counts["late"] += took_s > TIMEOUT_S + GRACE_S
-            if answer.status_code == 200:
+            if response.status_code == 200:
                 self.counts["answered"] += 1
-                self._compare(user, answer.json()["scores"])
-                self.counts["fell_back"] += brings
-            elif answer.status_code in (429, 503) and "retry-after" in answer.headers and not brings:
+                self._compare(user, response.json()["scores"])
+                self.counts["fell_back"] += has_history
+            elif response.status_code in (429, 503) and "retry-after" in response.headers and not has_history:
                 self.counts["refused"] += 1
                 await asyncio.sleep(0.02)
             else:
                 self.counts["failed"] += 1
 
     def _compare(self, user, scores):
-        """Batches of other sizes and a prefix that was kept round otherwise; another history gives other scores."""
-        (found,) = scores.values()
+        """Compare scores with the expected ones.
+
+        Different batch sizes and a cached prefix change the rounding. A different history changes the scores by more.
+        """
+        (actual,) = scores.values()
         (expected,) = self._expected[user].values()
-        difference = max(abs(a - b) for a, b in zip(found, expected, strict=True))
+        difference = max(abs(a - b) for a, b in zip(actual, expected, strict=True))
         self.most_different = max(self.most_different, difference)
         self.counts["wrong"] += difference > EPSILON
 
-    async def write(self):
+    async def write_events(self):
         for number in range(10**9):
             if self.is_over:
                 return
             event = {"items": [str(1 + number % NUM_ITEMS)], "times_ms": [number]}
-            answer = await self._client.post("/v1/events", json={"user": "writer", "history": event})
-            if answer.status_code == 202:
+            response = await self._client.post("/v1/events", json={"user": "writer", "history": event})
+            if response.status_code == 202:
                 self.acknowledged.append(number)
-            self.counts["refused_events"] += answer.status_code == 503
+            self.counts["refused_events"] += response.status_code == 503
             await asyncio.sleep(0.02)
 
 
@@ -97,26 +102,37 @@ def history_of(user):
     return {"items": [str(rng.randrange(1, NUM_ITEMS + 1)) for _ in times], "times_ms": times}
 
 
-async def under_load(port, redis, disturb, kind, times):
+async def cause_outages_under_load(port, redis, outage, times):
+    """Cause an outage of the store several times under load.
+
+    Args:
+        port: Port of the server.
+        redis: The store.
+        outage: Names of the methods of `redis` that start and end the outage.
+        times: Number of outages.
+
+    Returns:
+        The load generator with its counts.
+    """
     histories = {str(user): history_of(user) for user in range(NUM_USERS)}
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20.0) as client:
         expected = {}
         for user, history in histories.items():
             body = {"candidates": ["1", "2", "3"], "now_ms": 10**6}
-            asked = await client.post("/v1/rank", json={"user": f"{user}x", "history": history, **body})
-            expected[user] = asked.json()["scores"]
+            response = await client.post("/v1/rank", json={"user": f"{user}x", "history": history, **body})
+            expected[user] = response.json()["scores"]
             assert (await client.post("/v1/events", json={"user": user, "history": history})).status_code == 202
-        kinds = sorted(next(iter(scores.values())) for scores in expected.values())
-        assert (
-            min(max(abs(a - b) for a, b in zip(*two, strict=True)) for two in itertools.pairwise(kinds)) > 10 * EPSILON
-        )
+        ordered = sorted(next(iter(scores.values())) for scores in expected.values())
+        differences = [max(abs(a - b) for a, b in zip(*two, strict=True)) for two in itertools.pairwise(ordered)]
+        assert min(differences) > 10 * EPSILON
         load = Load(client, expected, histories)
-        tasks = [asyncio.create_task(load.ask(user)) for user in histories] + [asyncio.create_task(load.write())]
+        tasks = [asyncio.create_task(load.send_requests(user)) for user in histories]
+        tasks.append(asyncio.create_task(load.write_events()))
         for _ in range(times):
             answered = load.counts["answered"]
             while load.counts["answered"] < answered + 50:
                 await asyncio.sleep(0.01)
-            await asyncio.to_thread(getattr(redis, disturb[0]))
+            await asyncio.to_thread(getattr(redis, outage[0]))
             refused = load.counts["refused"]
             end_s = time.monotonic() + 5.0
             refused_events = load.counts["refused_events"]
@@ -126,7 +142,7 @@ async def under_load(port, redis, disturb, kind, times):
                 and (load.counts["refused"] < refused + 20)
             ):
                 await asyncio.sleep(0.01)
-            await asyncio.to_thread(getattr(redis, disturb[1]))
+            await asyncio.to_thread(getattr(redis, outage[1]))
         answered = load.counts["answered"]
         while load.counts["answered"] < answered + 100:
             await asyncio.sleep(0.01)
@@ -134,10 +150,10 @@ async def under_load(port, redis, disturb, kind, times):
         await asyncio.gather(*tasks)
         assert (await client.get("/health/live")).status_code == 200
     store = RedisHistoryStore(HistoryStoreConfig(url=redis.url, timeout_ms=5000.0))
-    kept = (await store.get("writer", 5.0))["times_ms"]
+    stored = (await store.get("writer", 5.0))["times_ms"]
     await store.close()
-    assert kept == sorted(kept)
-    assert set(load.acknowledged) <= set(kept), "what was acknowledged is there"
+    assert stored == sorted(stored)
+    assert set(load.acknowledged) <= set(stored), "acknowledged events are stored"
     assert len(load.acknowledged) > 10
     return load
 
@@ -145,14 +161,12 @@ async def under_load(port, redis, disturb, kind, times):
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
-    ("kind", "disturb", "times"),
+    ("kind", "outage", "times"),
     [("kill", ("kill", "start"), 20), ("pause", ("pause", "resume"), 20), ("full", ("fill", "empty"), 20)],
 )
-def test_a_store_that_is_lost_time_and_again_makes_nothing_wrong_and_nothing_late(
-    model, tmp_path, kind, disturb, times
-):
-    with running_redis(tmp_path) as redis, running_server(model, "--histories", redis.url) as (port, process):
-        load = asyncio.run(under_load(port, redis, disturb, kind, times))
+def test_history_store_outages_cause_no_wrong_or_late_response(model, tmp_path, kind, outage, times):
+    with running_redis(tmp_path) as redis, running_server(model, "--history_store", redis.url) as (port, process):
+        load = asyncio.run(cause_outages_under_load(port, redis, outage, times))
         assert process.poll() is None
     record(
         f"store under {kind}",

@@ -67,7 +67,7 @@ def _described(dataset: Dataset) -> dict[str, Any]:
     lists = {name: digest(values, offsets) for name, (values, offsets) in rows.lists.items()}
     scalars = {name: digest(values) for name, values in rows.scalars.items()}
     columns = [feature.column for feature in card.features]
-    words = {name: dataset.vocabulary(name).to_pydict() for name in columns if dataset.has_vocabulary(name)}
+    vocabularies = {name: dataset.vocabulary(name).to_pydict() for name in columns if dataset.has_vocabulary(name)}
     sequences = card.kind == "sequences"
     return {
         "counts": [card.counts.users, card.counts.items, card.counts.events],
@@ -76,7 +76,7 @@ def _described(dataset: Dataset) -> dict[str, Any]:
         "actions": dict(card.action_bits),
         "features": columns,
         "columns": {**scalars, **lists},
-        "vocabularies": text_digest(words),
+        "vocabularies": text_digest(vocabularies),
         "users": text_digest(dataset.user_keys(all_rows)) if sequences else "",
         "items": text_digest(dataset.items().to_pydict()) if sequences else "",
         "titles": text_digest(list(dataset.item_texts())) if sequences else "",
@@ -86,7 +86,7 @@ def _described(dataset: Dataset) -> dict[str, Any]:
 def observe_run(task: str) -> dict[str, Any]:
     """Reads the checkpoints and scores of a run, then continues its training."""
     run = f"runs/{task}"
-    found: dict[str, Any] = {
+    observed: dict[str, Any] = {
         "checkpoints": _checkpoints(Path(run) / "checkpoints"),
         "best": _checkpoints(Path(run) / "best"),
         "metrics": {
@@ -94,8 +94,8 @@ def observe_run(task: str) -> dict[str, Any]:
             "last": _metrics(nestrec.evaluate(run, "valid", best=False)),
         },
     }
-    found["scores"] = {"best": _scores(run), "last": _scores(run, best=False)}
-    return {**found, "continued": continued(run)}
+    observed["scores"] = {"best": _scores(run), "last": _scores(run, best=False)}
+    return {**observed, "continued": continued(run)}
 
 
 def _metrics(evaluation: nestrec.Evaluation) -> dict[str, float]:
@@ -108,8 +108,8 @@ def continued(run: str) -> dict[str, Any]:
     num_lines = len(lines.read_text().splitlines())
     steps = json.loads(config.read_text())["training"]["max_steps"] + MORE_STEPS
     trained = nestrec.train(config, {"training.max_steps": steps}, output=run)
-    told = [json.loads(line) for line in lines.read_text().splitlines()[num_lines:]]
-    losses = {str(line["step"]): line["loss"] for line in told if line["kind"] == "step"}
+    records = [json.loads(line) for line in lines.read_text().splitlines()[num_lines:]]
+    losses = {str(line["step"]): line["loss"] for line in records if line["kind"] == "step"}
     restored = CheckpointManager(Path(run) / "checkpoints").restore(steps)
     norms = {name: norm(tensor) for name, tensor in restored.tensors.items()}
     for table in restored.tables:
@@ -119,7 +119,7 @@ def continued(run: str) -> dict[str, Any]:
 
 
 def observe_mirror() -> dict[str, Any]:
-    """Continues a run whose own folder has lost its checkpoints from training.checkpoint_address."""
+    """Continues a run whose own folder has lost its checkpoints from training.checkpoint_mirror."""
     for folder in ("checkpoints", "best"):
         shutil.rmtree(f"runs/retrieval/{folder}")
     copies = {folder: _checkpoints(Path("mirror", folder)) for folder in ("checkpoints", "best")}
@@ -133,16 +133,22 @@ def observe_followed() -> dict[str, Any]:
     before = {"checkpoints": checkpoints, "scores": _scores(run), "published": _scores("published_stream")}
     items = len(nestrec.load("published_stream").item_ids)
     shutil.copy("logs/last.csv", "logs/stream/2.csv")
-    steps = follow(run, changed_source="moved")
+    steps = follow(run, on_source_change="moved")
     added = [kind for _, *kind in _versions("published_stream")]
     counts = _described(Dataset.open("data/stream"))["counts"]
     after = {"steps": steps, "versions": added, "data": counts, "published": _scores("published_stream")}
     return {**before, "items": items, "continued": after}
 
 
-def follow(run: str, **more: Any) -> int:
+def follow(run: str, **overrides: Any) -> int:
     """Trains on the new files in the folder of events; returns the number of steps that the run has made."""
-    options = {"window.events": 20, "idle_s": 0.01, "poll_s": 0.01, "log.max_ahead_s": None, **more}
+    options = {
+        "window.events": 20,
+        "stop_after_idle_s": 0.01,
+        "poll_interval_s": 0.01,
+        "log.max_future_s": None,
+        **overrides,
+    }
     return nestrec.follow("logs/stream", run, options).steps
 
 
@@ -153,12 +159,12 @@ def _checkpoints(folder: Path) -> dict[str, Any]:
 
 def _checkpoint(restored: Any) -> dict[str, str]:
     """Returns digests of the weights, of their optimizer state, and of each table with its optimizer state."""
-    found: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for group, names in itertools.groupby(sorted(restored.tensors), lambda name: name.partition("/")[0]):
-        found[group] = digest(*(restored.tensors[name] for name in names))
+        digests[group] = digest(*(restored.tensors[name] for name in names))
     for table in restored.tables:
-        found[f"table {table}"] = digest(*_columns(restored, table).values())
-    return {**found, "consumed": restored.state["train"]["consumed"]}
+        digests[f"table {table}"] = digest(*_columns(restored, table).values())
+    return {**digests, "consumed": restored.state["train"]["consumed"]}
 
 
 def _columns(restored: Any, table: str) -> dict[str, torch.Tensor]:
@@ -174,22 +180,22 @@ def _columns(restored: Any, table: str) -> dict[str, torch.Tensor]:
 def observe_servable(name: str) -> dict[str, Any]:
     folder = f"models/{name}"
     model = nestrec.load(folder)
-    found: dict[str, Any] = {"version": model.servable.version, "outputs": list(model.outputs)}
+    observed: dict[str, Any] = {"version": model.servable.version, "outputs": list(model.outputs)}
     if name == "ctr":
-        return {**found, "scores": _scores(folder)}
+        return {**observed, "scores": _scores(folder)}
     vectors = model.item_vectors()
-    return {**found, "items": text_digest(model.item_ids), "vectors": digest(vectors), "scores": _scores(folder)}
+    return {**observed, "items": text_digest(model.item_ids), "vectors": digest(vectors), "scores": _scores(folder)}
 
 
 def observe_service() -> dict[str, Any]:
     """Starts a server, which compares its scores with those that each exported folder records."""
     from nestrec.serving.service.inference_service import Service, ServiceConfig
 
-    found: dict[str, str] = {}
+    models_of_role: dict[str, str] = {}
     for models in (["models/retrieval", "models/ranking"], ["published"], ["models/ctr"]):
         with contextlib.closing(Service.load(models, ServiceConfig())) as service:
-            found |= {service.sources[role]: role for role in service.sources}
-    return found
+            models_of_role |= {service.sources[role]: role for role in service.sources}
+    return models_of_role
 
 
 def _scores(source: str, *, best: bool = True) -> dict[str, Any]:
@@ -231,13 +237,13 @@ def _versions(address: str) -> list[list[Any]]:
     from nestrec.serving.versions.version_store import VersionStore
 
     versions = VersionStore(storage_of(address))
-    found: list[list[Any]] = []
+    listed: list[list[Any]] = []
     for folder, version in versions.published():
-        manifest = versions.told(folder, version)
+        manifest = versions.read_description(folder, version)
         assert manifest is not None
         kinds = {file.name.partition(".")[0] for file in Path(address, "versions", folder).iterdir()}
-        found.append([version, manifest.step, "full" not in kinds])
-    return found
+        listed.append([version, manifest.step, "full" not in kinds])
+    return listed
 
 
 def observe_own_model() -> dict[str, Any]:
@@ -284,17 +290,17 @@ def train_own(pipeline: Any, num_steps: int) -> list[float]:
 
 
 def packed_history(user: str, parts: Sequence[Mapping[str, Any]]) -> bytes:
-    from nestrec.serving.history_store.history_codec import packed
+    from nestrec.serving.history_store.history_codec import encode_events
 
-    return b"".join(packed(user, part) for part in parts)
+    return b"".join(encode_events(user, part) for part in parts)
 
 
 def observe_history() -> dict[str, Any]:
     """Reads the events of a user from the bytes of a history store."""
-    from nestrec.serving.history_store.history_codec import merged, unpacked
+    from nestrec.serving.history_store.history_codec import decode_parts, merge_parts
 
-    parts = unpacked(HISTORY_USER, Path("history.bin").read_bytes())
-    return {"parts": [dict(part) for part in parts], "merged": dict(merged(parts, 6))}
+    parts = decode_parts(HISTORY_USER, Path("history.bin").read_bytes())
+    return {"parts": [dict(part) for part in parts], "merged": dict(merge_parts(parts, 6))}
 
 
 def observe_result() -> dict[str, Any]:
@@ -323,30 +329,32 @@ def observe_job() -> dict[str, Any]:
     pq.write_table(table.set_column(0, "user", [marked]), part)
     from nestrec.inference.batch_inference import BatchJobConfig
 
-    batch = nestrec.load("models/retrieval").batch(BatchJobConfig(k=5, part_size=10))
+    batch = nestrec.load("models/retrieval").batch(BatchJobConfig(k=5, part_users=10))
     count = batch.recommend("all", "jobs/killed.parquet", data="data/sequences")
-    found = pq.read_table("jobs/killed.parquet")
+    output = pq.read_table("jobs/killed.parquet")
     complete = pq.read_table("jobs/whole.parquet")
     return {
         "users": count,
-        "first": found["user"].to_pylist()[:2],
-        "rest": found["user"].to_pylist()[1:] == complete["user"].to_pylist()[1:],
-        "items": text_digest(found["items"].to_pylist()),
-        "same items": found["items"].to_pylist() == complete["items"].to_pylist(),
+        "first": output["user"].to_pylist()[:2],
+        "rest": output["user"].to_pylist()[1:] == complete["user"].to_pylist()[1:],
+        "items": text_digest(output["items"].to_pylist()),
+        "same items": output["items"].to_pylist() == complete["items"].to_pylist(),
     }
 
 
 def observe_config() -> dict[str, Any]:
     """Returns the options of each stored configuration whose value this tree reads differently."""
     from nestrec.base.config import to_plain
-    from nestrec.base.config_values import from_plain
+    from nestrec.base.config_values import from_plain, rename_former_fields
 
-    found = {}
+    changed = {}
     for file in sorted(Path("configs").glob("*.json")):
-        stored = json.loads(file.read_text())
-        read = dict(_leaves(to_plain(from_plain(nestrec.RunConfig, stored))))
-        found[file.stem] = [name for name, value in _leaves(stored) if read.get(name, "missing") != value]
-    return found
+        written = json.loads(file.read_text())
+        stored = rename_former_fields(nestrec.RunConfig, written)
+        assert sum(1 for _ in _leaves(stored)) == sum(1 for _ in _leaves(written)), "no option is lost"
+        read = dict(_leaves(to_plain(from_plain(nestrec.RunConfig, written))))
+        changed[file.stem] = [name for name, value in _leaves(stored) if read.get(name, "missing") != value]
+    return changed
 
 
 def _leaves(plain: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -383,11 +391,11 @@ OBSERVERS: dict[str, Callable[[], dict[str, Any]]] = {
 
 def digest(*arrays: Any) -> str:
     """Returns a digest of the bytes of arrays or tensors."""
-    found = hashlib.sha256()
+    hasher = hashlib.sha256()
     for array in arrays:
         tensor = torch.as_tensor(np.ascontiguousarray(array) if isinstance(array, np.ndarray) else array)
-        found.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()[:16]
+        hasher.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return hasher.hexdigest()[:16]
 
 
 def text_digest(value: Any) -> str:

@@ -45,13 +45,13 @@ ON_TWO_RANKS = "ranking"
 _COMMON: dict[str, Any] = {
     "training.device": "cpu",
     "training.seed": 7,
-    "training.patience": None,
+    "training.early_stopping_patience": None,
     "training.max_steps": NUM_STEPS,
     "training.checkpoint_every_steps": 1,
-    "training.incremental_saves": 3,
-    "training.keep_checkpoints": 1,
-    "batch.batch_samples": BATCH_SAMPLES,
-    "batch.micro_batches": 2,
+    "training.incremental_checkpoints": 3,
+    "training.max_checkpoints": 1,
+    "batch.batch_size": BATCH_SAMPLES,
+    "batch.num_micro_batches": 2,
 }
 _ENCODER: dict[str, Any] = {"task.encoder.dim": 8, "task.encoder.head_dim": 4}
 RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -62,13 +62,13 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
             "data.folder": "data/sequences",
             "data.synthetic": None,
             "task.encoder.max_length": 12,
-            "task.history.max_length": 12,
-            "task.num_negatives": 4,
+            "task.history.max_events": 12,
+            "task.negatives.num_negatives": 4,
             "task.evaluation.ks": [5, 10],
-            "training.checkpoint_address": "mirror",
+            "training.checkpoint_mirror": "mirror",
             "publish.address": "published",
             "publish.every_steps": 1,
-            "publish.snapshot_every": 3,
+            "publish.full_every_versions": 3,
         },
     ),
     "followed": (
@@ -79,10 +79,10 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
             "data.synthetic": None,
             "task.encoder.num_layers": 1,
             "task.encoder.max_length": 12,
-            "task.history.max_length": 12,
-            "task.num_negatives": 4,
+            "task.history.max_events": 12,
+            "task.negatives.num_negatives": 4,
             "training.max_steps": 1,
-            "training.evaluate_every_epochs": 0,
+            "training.eval_every_epochs": 0,
             "task.evaluation.baselines": [],
             "publish.address": "published_stream",
             "publish.every_steps": 1,
@@ -94,33 +94,33 @@ RECIPES: dict[str, tuple[str, dict[str, Any]]] = {
             **_ENCODER,
             "data.folder": "data/sequences",
             "task.encoder.max_length": 32,
-            "task.inputs.max_events": 16,
+            "task.history.max_events": 16,
             "task.inputs.labels": ["click", "like"],
             "task.inputs.event_features": ["device", "price"],
             "task.inputs.user_features": ["country"],
             "task.inputs.item_features": ["topic"],
-            "task.baselines": ["logistic"],
-            "task.slices": [],
+            "task.evaluation.baselines": ["logistic"],
+            "task.evaluation.slices": [],
         },
     ),
     "rows": (
         "criteo_dlrm",
         {
             "data.folder": "data/rows",
-            "batch.batch_samples": 24,
+            "batch.batch_size": 24,
             "task.encoder.dim": 4,
-            "task.encoder.bottom": [8],
-            "task.encoder.top": [8],
-            "task.table_store.admission_count": 2,
-            "task.table_store.eviction": "lru",
+            "task.encoder.bottom_mlp": [8],
+            "task.encoder.top_mlp": [8],
+            "task.table_store.admission_threshold": 2,
+            "task.table_store.eviction_policy": "lru",
             "task.table_store.max_rows": 120,
         },
     ),
 }
 EXPORTS: dict[str, tuple[str, dict[str, Any]]] = {
     "retrieval": ("retrieval", {}),
-    "retrieval_int8": ("retrieval", {"tables": "int8", "defaults.times": "now"}),
-    "retrieval_faiss": ("retrieval", {"search.kind": "faiss_ivf", "search.lists": 2, "search.probes": 2}),
+    "retrieval_int8": ("retrieval", {"table_dtype": "int8", "defaults.times": "now"}),
+    "retrieval_faiss": ("retrieval", {"search.kind": "faiss_ivf", "search.ivf_nlist": 2, "search.ivf_nprobe": 2}),
     "ranking": ("ranking", {}),
     "ctr": ("rows", {}),
 }
@@ -183,7 +183,7 @@ def write_datasets() -> None:
         "log.num_buckets": 4,
         "items": "logs/items.csv",
         "item_columns.categories": "topic",
-        "item_columns.labels": "title",
+        "item_columns.display_columns": "title",
         "users": "logs/users.csv",
         "user_columns.categories": "country",
     }
@@ -230,7 +230,7 @@ def write_job() -> None:
     """Writes a batch inference job that was killed after its first part, and the output of the whole job."""
     Path("jobs").mkdir()
     job = ["recommend", "models/retrieval", "--data", "data/sequences", "--device", "cpu", "--k", "5"]
-    job += ["--part_size", "10", "--users", "all", "--output"]
+    job += ["--part_users", "10", "--users", "all", "--output"]
     _nestrec(*job, "jobs/killed.parquet", fails=True, NESTREC_FAIL_POINTS="batch.part_written@1=kill")
     _nestrec(*job, "jobs/whole.parquet")
 
@@ -273,21 +273,21 @@ def archive(file: Path, sources: list[str]) -> None:
 
 
 def check_no_paths(folder: Path) -> None:
-    """Refuse artifacts that name a folder, user or host of this machine."""
+    """Rejects artifacts that contain the name of a folder, user or host of this machine."""
     names = {str(Path(nestrec.__file__).parents[1]), str(ARTIFACTS.parents[2]), os.uname().nodename, sys.prefix}
     names |= {str(Path.home()), "/home/", "/root/"}
     for file in sorted(folder.rglob("*")):
         if file.is_file():
             content = file.read_bytes()
-            found = [name for name in names if len(name) > 3 and name.encode() in content]
-            if found:
-                raise SystemExit(f"{file.relative_to(folder)} contains {found}")
+            leaked = [name for name in names if len(name) > 3 and name.encode() in content]
+            if leaked:
+                raise SystemExit(f"{file.relative_to(folder)} contains {leaked}")
 
 
 def main(name: str) -> None:
     target = ARTIFACTS / name
     target.mkdir(parents=True)
-    sys.argv = ["nestrec"]  # the runs record what was typed
+    sys.argv = ["nestrec"]  # the runs record the command line
     writers: list[Callable[[], None]] = [
         lambda: write_logs(Path("logs")),
         write_datasets,

@@ -1,4 +1,4 @@
-"""What every test on a GPU starts from."""
+"""Fixtures of the GPU tests."""
 
 import warnings
 from collections.abc import Iterator
@@ -9,10 +9,10 @@ import torch
 
 @pytest.fixture(autouse=True)
 def sync_debug_mode() -> Iterator[None]:
-    """Allows synchronizing calls before and after each test, whatever the test sets in between.
+    """Allow synchronizing calls before and after each test, whatever mode the test sets in between.
 
-    The first call of a process warns that the mode is a prototype. As an error, that warning would end a test and leave
-    the mode that the test has set to all later tests of the process.
+    The first call of a process warns that the mode is a prototype. That warning, treated as an error, would end a test
+    and leave its mode set for all later tests of the process.
     """
     if not torch.cuda.is_available():  # kernels are also tested under Triton's interpreter
         yield

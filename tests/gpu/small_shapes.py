@@ -1,4 +1,4 @@
-"""Kernels on small jagged shapes, forward and backward, for a memory checker: see test_sanitizer_gpu.py.
+"""Runs all kernels on small jagged shapes, forward and backward, for a memory checker: see test_sanitizer_gpu.py.
 
 python tests/gpu/small_shapes.py
 """
@@ -38,7 +38,7 @@ def attention(dim: int, *, has_options: bool) -> None:
         targets = torch.tensor([1, 0, 20, 1, 0], device="cuda")
         rules = AttentionMask(num_targets_B=targets, num_context=3, max_attention_length=70)
     out = hstu_attention(
-        q, k, v, offsets_of(torch.tensor(LENGTHS)).cuda(), max_length=longest, normaliser=100.0, bias=bias, rules=rules
+        q, k, v, offsets_of(torch.tensor(LENGTHS)).cuda(), max_length=longest, normalizer=100.0, bias=bias, rules=rules
     )
     out.float().square().sum().backward()
 
@@ -47,7 +47,7 @@ def layers(*, recompute: bool) -> None:
     info = info_of(np.array(LENGTHS), "cuda")
     time = info.position_T.double() * 77.0
     info = SequenceInfo(info.offsets, info.max_length, info.position_T, info.token_key_T, time, time + 50.0)
-    sizes = {"dim": 72, "num_heads": 2, "head_dim": 64, "max_length": 130, "recompute": recompute}
+    sizes = {"dim": 72, "num_heads": 2, "head_dim": 64, "max_length": 130, "activation_checkpointing": recompute}
     for model in (HSTU(HSTUConfig(**sizes)), FuXi(FuXiConfig(ffn_dim=72, **sizes))):
         with torch.autocast("cuda", torch.bfloat16):
             out = model.cuda()(torch.randn(sum(LENGTHS), 72, device="cuda"), info)

@@ -1,4 +1,4 @@
-"""AdamW in one kernel is that of torch, to the bit."""
+"""The fused AdamW kernel is bitwise identical to that of PyTorch."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from nestrec.pipeline.dense.dense_optimizer import AdamW, OptimizerConfig
 pytestmark = pytest.mark.gpu
 
 
-def test_the_fused_update_is_that_of_torch_to_the_bit() -> None:
+def test_fused_adamw_is_bitwise_identical_to_torch() -> None:
     torch.manual_seed(0)
     mine = {name: nn.Parameter(torch.randn(1000, 30, device="cuda")) for name in ("a", "b")}
     theirs = {name: nn.Parameter(weight.detach().clone()) for name, weight in mine.items()}

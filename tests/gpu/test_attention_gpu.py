@@ -1,7 +1,7 @@
-"""Attention kernels on a GPU: as exact as eager torch of the same precision, repeatable, blind to what is not theirs.
+"""Attention kernels on a GPU: as exact as eager PyTorch of the same precision, deterministic, no out-of-bounds reads.
 
-Errors are relative, in the norm of a whole tensor, against float64; the kernel may have twice that of the padded torch
-version in the kernel's own precision.
+Errors are relative to float64, in the norm of the full tensor. The kernel may have twice the error of the padded
+PyTorch version in the precision of the kernel.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ OPTIONS = [
 DIMS = [24, 64, 96, 128, 256]
 SHAPES_EACH = 15  # times 5 dims and 14 options: 1,050 batches
 EDGES = [0, 1, 2, 31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257, 384, 513]
-NORMALISER = 300.0
+NORMALIZER = 300.0
 
 
 def random_lengths(draw):
@@ -31,7 +31,7 @@ def random_lengths(draw):
 
 
 def random_vectors(draw, layout, shape, dtype):
-    """q, k, v or d out, in one of the layouts that callers have."""
+    """Return q, k, v and the gradient of the output, in one of the memory layouts that callers use."""
     tokens, heads, dim = shape
     generator = torch.Generator("cuda").manual_seed(int(draw.integers(1 << 30)))
     make = lambda *s: torch.randn(*s, generator=generator, device="cuda").to(dtype)  # noqa: E731
@@ -77,12 +77,12 @@ def random_bias(draw, option, lengths):
 
 
 def results(attend, vectors, bias, dtype):
-    """Output and gradients of everything, in `dtype`; tables stay in float32 or wider."""
+    """Return the output and all gradients in `dtype`; tables stay in float32 or wider."""
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v, grad = vectors
     inputs = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
-    given = (bias.position_table, bias.time_table, bias.time_function)
-    tables = [None if t is None else t.detach().to(wide).requires_grad_() for t in given]
+    originals = (bias.position_table, bias.time_table, bias.time_function)
+    tables = [None if t is None else t.detach().to(wide).requires_grad_() for t in originals]
     own = RelativeBias(
         position_table=tables[0],
         time_table=tables[1],
@@ -102,25 +102,25 @@ def error(found, exact):
 
 def compare(lengths, vectors, bias, rules, dtype):
     offsets = offsets_of(torch.tensor(lengths)).cuda()
-    shared = {"max_length": max(lengths), "normaliser": NORMALISER, "rules": rules}
+    shared = {"max_length": max(lengths), "normalizer": NORMALIZER, "rules": rules}
     ours = lambda q, k, v, b: hstu_attention(q, k, v, offsets, bias=b, **shared)  # noqa: E731
     eager = lambda q, k, v, b: hstu_attention_padded(q, k, v, offsets, bias=b, **shared)  # noqa: E731
     exact = results(eager, vectors, bias, torch.float64)
     found, usual = results(ours, vectors, bias, dtype), results(eager, vectors, bias, dtype)
     names = ["out", "dq", "dk", "dv", "table", "second table"]
     for name, a, b, c in zip(names, found, usual, exact, strict=False):
-        # Three sums over all pairs: how close either comes is luck, below a unit of the type that is summed.
-        least = torch.finfo(dtype).eps if a.numel() == 3 else 1e-7
-        assert error(a, c) <= 2 * error(b, c) + least, (name, error(a, c), error(b, c), lengths)
+        # The three scalars of a time function are sums over all pairs; below one unit of the dtype, errors are random.
+        floor = torch.finfo(dtype).eps if a.numel() == 3 else 1e-7
+        assert error(a, c) <= 2 * error(b, c) + floor, (name, error(a, c), error(b, c), lengths)
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("dim", DIMS)
-def test_errors_are_at_most_twice_those_of_eager_torch(dim, option):
+def test_attention_error_is_at_most_twice_eager(dim, option):
     draw = np.random.default_rng([dim, OPTIONS.index(option)])
     for number in range(SHAPES_EACH):
-        # float16 is for one dimension, and not for the plain kernel's time bias: every type is compiled anew.
+        # Each dtype compiles its own kernels, so float16 is tested in one dimension and without the bucketed time bias.
         has_half = dim == 64 and number % 4 == 0 and option not in ("time", "everything")
         dtype = torch.float16 if has_half else torch.bfloat16
         lengths = random_lengths(draw)
@@ -128,14 +128,14 @@ def test_errors_are_at_most_twice_those_of_eager_torch(dim, option):
             lengths[0] = 5
         shape = (sum(lengths), int(draw.integers(1, 5)), dim)
         vectors = random_vectors(draw, LAYOUTS[number % 4], shape, torch.float32)
-        # Scores of a spread of 1 to 3, as in training, whatever the dimension.
+        # Scores have a standard deviation of 1 to 3, as in training, in every dimension.
         vectors[0] = vectors[0] * float(draw.uniform(1, 3)) * dim**-0.5
         vectors = [random_vectors(draw, LAYOUTS[number % 4], shape, dtype)[0].copy_(x) for x in vectors]
         compare(lengths, vectors, random_bias(draw, option, lengths), random_rules(draw, option, lengths), dtype)
 
 
-def seconds_of(kind, count, draw):
-    """At which events were seen: an hour apart, or seconds apart with weeks between."""
+def event_times(kind, count, draw):
+    """Return event times in seconds: one per hour, or sessions of events seconds apart with days between sessions."""
     if kind == "hours":
         return np.arange(count) * 3600.0
     return np.cumsum(draw.integers(1, 20, count) * np.where(draw.random(count) < 0.02, 1e6, 1.0))
@@ -143,11 +143,11 @@ def seconds_of(kind, count, draw):
 
 @pytest.mark.parametrize("kind", ["hours", "sessions"])
 @pytest.mark.parametrize("dim", [64, 128])
-def test_long_histories_with_a_time_function_are_as_exact(dim, kind):
-    """Most pairs are far, and have no biases of their own."""
+def test_attention_time_function_long_history_error_is_bounded(dim, kind):
+    """Most pairs are far apart and share a bias."""
     draw = np.random.default_rng(dim)
     for lengths, scalars in ([1300, 0, 257], [0.1, 11.4, -0.7]), ([1000, 130], [1.5, 9.0, -0.2]):
-        time = torch.from_numpy(seconds_of(kind, sum(lengths), draw)).cuda()
+        time = torch.from_numpy(event_times(kind, sum(lengths), draw)).cuda()
         function = torch.tensor(scalars, device="cuda")
         vectors = random_vectors(draw, "contiguous", (sum(lengths), 3, dim), torch.float32)
         vectors[0] = vectors[0] * 2 * dim**-0.5
@@ -156,7 +156,7 @@ def test_long_histories_with_a_time_function_are_as_exact(dim, kind):
 
 
 @pytest.mark.parametrize("option", ["plain", "everything"])
-def test_float32_is_as_exact_as_eager_float32(option):
+def test_attention_float32_error_is_bounded(option):
     assert torch.get_float32_matmul_precision() == "highest"
     draw = np.random.default_rng(3)
     for _ in range(3):
@@ -170,7 +170,7 @@ def test_float32_is_as_exact_as_eager_float32(option):
 
 @pytest.mark.parametrize("option", ["plain", "position", "both", "function", "position and function", "everything"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_twenty_runs_give_the_same_bits(dim, option):
+def test_attention_is_deterministic(dim, option):
     draw = np.random.default_rng(dim)
     lengths = [700, 0, 33, 1300, 257, 64, 5, 900]
     vectors = random_vectors(draw, "contiguous", (sum(lengths), 4, dim), torch.bfloat16)
@@ -179,7 +179,7 @@ def test_twenty_runs_give_the_same_bits(dim, option):
     offsets = offsets_of(torch.tensor(lengths)).cuda()
 
     def attend(q, k, v, b):
-        return hstu_attention(q, k, v, offsets, max_length=1300, normaliser=NORMALISER, bias=b, rules=rules)
+        return hstu_attention(q, k, v, offsets, max_length=1300, normalizer=NORMALIZER, bias=b, rules=rules)
 
     first = results(attend, vectors, bias, torch.bfloat16)
     for _ in range(19):
@@ -189,8 +189,8 @@ def test_twenty_runs_give_the_same_bits(dim, option):
 
 @pytest.mark.parametrize("option", ["plain", "both", "function", "all rules", "everything"])
 @pytest.mark.parametrize("dim", [48, 64, 128, 256])
-def test_what_lies_around_a_sequence_is_never_read(dim, option):
-    """Other sequences and the memory before and behind the batch are poisoned with NaN."""
+def test_attention_never_reads_outside_a_sequence(dim, option):
+    """Other sequences and the memory before and after the batch are filled with NaN."""
     draw = np.random.default_rng(dim)
     lengths = [130, 70, 1, 200, 64]
     tokens = sum(lengths)
@@ -200,12 +200,12 @@ def test_what_lies_around_a_sequence_is_never_read(dim, option):
     rules = random_rules(draw, option, lengths)
     offsets = offsets_of(torch.tensor(lengths)).cuda()
     attend = lambda q, k, v, b: hstu_attention(  # noqa: E731
-        q, k, v, offsets, max_length=200, normaliser=NORMALISER, bias=b, rules=rules
+        q, k, v, offsets, max_length=200, normalizer=NORMALIZER, bias=b, rules=rules
     )
     expected = results(attend, clean, bias, torch.bfloat16)[:4]
     around = torch.full((4, tokens + 2 * margin, 2, dim), float("nan"), dtype=torch.bfloat16, device="cuda")
-    for kept in range(len(lengths)):
-        rows = slice(int(offsets[kept]), int(offsets[kept + 1]))
+    for sequence in range(len(lengths)):
+        rows = slice(int(offsets[sequence]), int(offsets[sequence + 1]))
         around[:] = float("nan")
         for n, x in enumerate(clean):
             around[n, margin + rows.start : margin + rows.stop] = x[rows]
@@ -215,27 +215,27 @@ def test_what_lies_around_a_sequence_is_never_read(dim, option):
             assert torch.equal(a[rows], b[rows])
 
 
-def test_empty_batches_and_empty_sequences_are_fine():
+def test_attention_accepts_empty_sequences():
     for lengths in ([], [0], [0, 0, 3]):
         offsets = offsets_of(torch.tensor(lengths, dtype=torch.int64)).cuda()
         q = torch.randn(sum(lengths), 2, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        out = hstu_attention(q, q, q, offsets, max_length=3, normaliser=1.0)
+        out = hstu_attention(q, q, q, offsets, max_length=3, normalizer=1.0)
         out.sum().backward()
         assert out.shape == q.shape == q.grad.shape
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own code
-def test_a_compiled_layer_keeps_the_operator():
-    """torch.compile sees one operator and its shapes, in forward and backward."""
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside the compiler
+def test_attention_compiled_layer_keeps_operator():
+    """Check that torch.compile traces one operator with its shapes, in forward and backward."""
     lengths = [100, 30]
     offsets = offsets_of(torch.tensor(lengths)).cuda()
     x = torch.randn(130, 3 * 2 * 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
 
     def layer(x):
         q, k, v = (part.view(-1, 2, 64) for part in x.chunk(3, dim=1))
-        return hstu_attention(q, k, v, offsets, max_length=100, normaliser=100.0).flatten(1).tanh()
+        return hstu_attention(q, k, v, offsets, max_length=100, normalizer=100.0).flatten(1).tanh()
 
     compiled = torch.compile(layer, fullgraph=True, dynamic=True)
     eager, fused = (torch.autograd.grad(f(x).float().square().sum(), x)[0].double() for f in (layer, compiled))
-    # Eager rounds to bfloat16 after every operation, compiled code after each group of them.
+    # Eager code rounds to bfloat16 after every operation, compiled code after each fused group.
     assert float((fused - eager).norm() / eager.norm()) < 2e-2

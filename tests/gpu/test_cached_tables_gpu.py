@@ -1,4 +1,4 @@
-"""Tables in DRAM or on disk behind a cache on a GPU: the same rows and the same scores to the bit."""
+"""Tables in DRAM or on disk with a row cache on a GPU: rows and scores are bitwise identical."""
 
 from collections import deque
 from dataclasses import replace
@@ -14,7 +14,7 @@ from nestrec.serving.engine.graph_runner import GraphRunner
 from nestrec.serving.engine.reference_runner import BatchItem
 from nestrec.serving.engine.serving_engine import make_runner
 from nestrec.serving.kv_cache.kv_page_pool import PagePool
-from nestrec.serving.model.model_adapter import make_form
+from nestrec.serving.model.model_adapter import make_adapter
 from nestrec.serving.model.request_inputs import Candidates, History
 from nestrec.serving.model.row_sources import DramRows
 from nestrec.serving.model.served_tables import CachedTable, TablesConfig, open_table
@@ -27,7 +27,7 @@ CUDA = torch.device("cuda")
 
 @pytest.mark.parametrize("store", ["dram", "disk"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_rows_are_those_of_the_table_to_the_bit_and_the_cache_is_bounded(tmp_path, store, dtype):
+def test_row_cache_is_bitwise_identical_and_bounded(tmp_path, store, dtype):
     weight = torch.randn(5000, 96).to(dtype)
     rng = np.random.default_rng(1)
     save_file({"weight": weight}, tmp_path / "table.safetensors")
@@ -49,18 +49,18 @@ def draw_batches(form, rng):
                 actions=rng.integers(0, 4, count),
                 features={"event_tab": rng.integers(0, 3, count)},
             )
-            asked = Candidates(
+            candidates = Candidates(
                 items=rng.integers(0, 1000, 64), now_ms=0, features={"event_tab": rng.integers(0, 3, 64)}
             )
             tokens = form.tokens(history, 0)
             parts.append(
-                BatchItem(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=asked)
+                BatchItem(tokens=tokens, first=0, end=tokens.length, pages=[], store_until=0, candidates=candidates)
             )
         yield parts
 
 
-def scored_in_turn(runner, batches):
-    """With as many batches on their way as a runner promises results of: scores of one before are written over."""
+def run_batches(runner, batches):
+    """Yield scores in order, with `runner.depth` batches in flight: the buffers of earlier batches are overwritten."""
     launched = deque()
     for parts in batches:
         if len(launched) == runner.depth:
@@ -71,18 +71,16 @@ def scored_in_turn(runner, batches):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_captured_graphs_score_as_with_the_table_on_the_device_to_the_bit(dtype):
-    """Two batches on their way at once, each with more distinct items than the cache holds."""
+def test_row_cache_cuda_graph_scores_are_bitwise_identical(dtype):
+    """Two batches are in flight at once, each with more distinct items than the cache holds."""
     servable = random_ranking(ENCODER, device=CUDA, dtype=dtype)
     cached = CachedTable(DramRows(servable.tables["items"].weight.cpu()), CUDA, 100)
     results = []
     for tables in (servable.tables, {**servable.tables, "items": cached}):
-        form = make_form(replace(servable, tables=tables))
+        form = make_adapter(replace(servable, tables=tables))
         pool = PagePool(ENCODER, num_pages=1, page_tokens=64, device=CUDA, dtype=dtype)
         runner = make_runner(form, pool, EngineConfig())
         assert isinstance(runner, GraphRunner)
-        results.append(
-            [scored.scores for scored in scored_in_turn(runner, draw_batches(form, np.random.default_rng(2)))]
-        )
+        results.append([scored.scores for scored in run_batches(runner, draw_batches(form, np.random.default_rng(2)))])
     assert all(np.array_equal(one, other) for one, other in zip(*results, strict=True))
     assert cached.statistics()["device_rows"] == 100

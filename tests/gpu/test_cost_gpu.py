@@ -1,4 +1,4 @@
-"""Costs of samples on a GPU: fitted to the times of events, which nobody waits for inside a step."""
+"""The sample cost model on a GPU is fitted to CUDA event times, without synchronizing inside a step."""
 
 import json
 
@@ -11,11 +11,11 @@ from support.tiny_runs import config_of, make_datasets
 pytestmark = pytest.mark.gpu
 
 
-def test_a_run_on_a_gpu_measures_what_its_samples_cost(tmp_path):
+def test_cost_model_is_fitted_on_gpu(tmp_path):
     make_datasets(tmp_path)
     wrong = {"balance.cost.token": 1e-9, "balance.cost.token_squared": 1.0}
     wide = {"task.encoder.dim": 32, "task.encoder.head_dim": 16}
-    given = {
+    options = {
         **wide,
         **wrong,
         "balance.policy": "refined",
@@ -23,21 +23,21 @@ def test_a_run_on_a_gpu_measures_what_its_samples_cost(tmp_path):
         "training.device": "cuda",
         "training.max_steps": 80,
         "training.epochs": 1000,
-        "training.evaluate_every_epochs": 0,
+        "training.eval_every_epochs": 0,
     }
-    trainer = Trainer(config_of("hstu", tmp_path, given), tmp_path / "run", Topology.single("cuda"))
-    seen = []
-    decide = trainer.balancing.decide
+    trainer = Trainer(config_of("hstu", tmp_path, options), tmp_path / "run", Topology.single("cuda"))
+    measurements = []
+    decide = trainer.balance_controller.decide
 
-    def decided(*asked):
-        seen.extend(trainer.balancing._measured)
-        return decide(*asked)
+    def recording_decide(*arguments):
+        measurements.extend(trainer.balance_controller._measured)
+        return decide(*arguments)
 
-    trainer.balancing.decide = decided
+    trainer.balance_controller.decide = recording_decide
     trainer.train()
-    assert len(seen) >= 20
-    assert all(0 < measured.compute_s < 10 and measured.tokens > 0 for measured in seen)
+    assert len(measurements) >= 20
+    assert all(0 < measured.compute_s < 10 and measured.tokens > 0 for measured in measurements)
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     step_ms = [record["step_ms"] for record in records if record["kind"] == "step"][-1]
-    mean_ms = 1e3 * sum(measured.compute_s for measured in seen) / len(seen)
-    assert 0.05 * step_ms < mean_ms < 1.5 * step_ms, "computing is a part of a step"
+    mean_ms = 1e3 * sum(measured.compute_s for measured in measurements) / len(measurements)
+    assert 0.05 * step_ms < mean_ms < 1.5 * step_ms, "compute time is a part of the step time"

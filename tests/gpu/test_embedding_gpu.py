@@ -1,4 +1,4 @@
-"""The engine on a GPU gives the bits of the engine on a CPU."""
+"""The embedding engine on a GPU is bitwise identical to the engine on a CPU."""
 
 import contextlib
 
@@ -21,7 +21,7 @@ CUDA = torch.device("cuda")
 
 
 def digests(device: str, kind: str, dtype: str, store: StoreConfig) -> list[str]:
-    """Digests after training steps with given gradients, in two parts each."""
+    """Return the digests of all tables after training steps of two micro-batches each with random gradients."""
     optimizer = RowOptimizerConfig(kind=kind)
     tables = [
         TableConfig(
@@ -39,7 +39,7 @@ def digests(device: str, kind: str, dtype: str, store: StoreConfig) -> list[str]
     for step in range(1, 20):
         parts = [{"static": draw.integers(0, 500, 60), "dynamic": draw.integers(-90, 90, 40)} for _ in range(2)]
         routed = engine.route(*parts)
-        working = engine.fetch(routed, step=step)
+        working = engine.fetch_rows(routed, step=step)
         for part in (0, 1):
             vectors = engine.exchange_vectors(routed, working, part)
             grads = {n: torch.from_numpy(draw.standard_normal(v.shape)).to(device) for n, v in vectors.items()}
@@ -53,27 +53,27 @@ def digests(device: str, kind: str, dtype: str, store: StoreConfig) -> list[str]
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16"])
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"])
-def test_training_on_a_gpu_gives_the_bits_of_a_cpu(kind, dtype):
+def test_embedding_training_on_gpu_equals_cpu_bitwise(kind, dtype):
     assert digests("cuda", kind, dtype, StoreConfig()) == digests("cpu", kind, dtype, StoreConfig())
 
 
 @pytest.mark.parametrize("store", ["device", "dram", "disk"])
-def test_every_store_gives_the_same_bits(store, tmp_path):
+def test_embedding_stores_are_bitwise_identical(store, tmp_path):
     bounded = StoreConfig(
-        kind=store, folder=str(tmp_path), cache_rows=32, eviction="lru", max_rows=100, admission_count=2
+        kind=store, folder=str(tmp_path), cache_rows=32, eviction_policy="lru", max_rows=100, admission_threshold=2
     )
-    on_cpu = StoreConfig(eviction="lru", max_rows=100, admission_count=2)
+    on_cpu = StoreConfig(eviction_policy="lru", max_rows=100, admission_threshold=2)
     assert digests("cuda", "adam", "float32", bounded) == digests("cpu", "adam", "float32", on_cpu)
 
 
-def test_initial_vectors_are_the_same_integers():
+def test_initial_vectors_on_gpu_equal_cpu_bitwise():
     keys = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 200_000)
     table = TableConfig(name="t", dim=33, seed=7)
     found = initial_vectors_torch(torch.from_numpy(keys).cuda(), table)
     assert torch.equal(found.cpu(), initial_vectors(keys, table))
 
 
-def test_gradients_of_a_gather_are_summed_in_order_of_position():
+def test_gather_gradients_are_summed_in_position_order():
     torch.manual_seed(0)
     index = torch.randint(0, 50, (3000,), dtype=torch.int32)
     grad = torch.randn(3000, 24)
@@ -84,7 +84,7 @@ def test_gradients_of_a_gather_are_summed_in_order_of_position():
     assert torch.equal(rows.grad.cpu(), sum_by_index_reference(grad, index, 60))
 
 
-def test_bags_agree_with_a_cpu():
+def test_pool_rows_on_gpu_equals_cpu():
     lengths = torch.tensor([3, 0, 500, 7])
     index = torch.randint(0, 90, (510,), dtype=torch.int32)
     rows = torch.randn(90, 8)
@@ -92,7 +92,7 @@ def test_bags_agree_with_a_cpu():
     torch.testing.assert_close(on_gpu.cpu(), pool_rows(rows, index, offsets_of(lengths)))
 
 
-def test_top_k_on_a_gpu_finds_the_same_keys():
+def test_embedding_top_k_on_gpu_equals_cpu():
     found = []
     for device in ("cpu", "cuda"):
         engine = EmbeddingEngine([TableConfig(name="t", dim=8, num_rows=3000)], Topology.single(device), device)
@@ -104,8 +104,8 @@ def test_top_k_on_a_gpu_finds_the_same_keys():
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("store", ["device", "dram"])
-def test_a_step_never_waits_for_the_device(store):
-    """Host rows have to arrive before they can be stored, so only the write-back of a host store may wait."""
+def test_embedding_step_never_synchronizes(store):
+    """Only the write-back of a host store may synchronize: rows must arrive on the host before they are stored."""
     table = TableConfig(name="t", dim=32, num_rows=2000, store=StoreConfig(kind=store))
     engine = EmbeddingEngine([table], Topology.single("cuda"), "cuda")
 
@@ -113,7 +113,7 @@ def test_a_step_never_waits_for_the_device(store):
         keys = np.random.default_rng(number).integers(0, 2000, 5000)
         torch.cuda.set_sync_debug_mode("error" if number > 2 else "default")
         routed = engine.route({"t": keys})
-        working = engine.fetch(routed, step=number)
+        working = engine.fetch_rows(routed, step=number)
         rows = engine.exchange_vectors(routed, working)["t"].requires_grad_()
         gather_rows(rows, routed.index["t"]).square().sum().backward()
         assert rows.grad is not None
@@ -130,10 +130,12 @@ def test_a_step_never_waits_for_the_device(store):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("half", [{}, {"half_features": ("b",), "half_dtype": "float16"}], ids=["whole", "half"])
+@pytest.mark.parametrize(
+    "half", [{}, {"half_precision_features": ("b",), "half_dtype": "float16"}], ids=["float32", "half"]
+)
 @pytest.mark.parametrize("num_rows", [None, 9000])
-def test_large_batches_are_deduplicated_on_the_gpu_and_learn_the_same(num_rows, half):
-    """Keys come in another order than on a CPU, rows in the end with the same bits."""
+def test_embedding_gpu_deduplication_equals_host(num_rows, half):
+    """Keys are deduplicated in another order than on a CPU; final rows are bitwise identical."""
     digests_found = []
     for device in ("cpu", "cuda"):
         table = TableConfig(name="t", dim=8, num_rows=num_rows, features=("a", "b"), **half)
@@ -142,7 +144,7 @@ def test_large_batches_are_deduplicated_on_the_gpu_and_learn_the_same(num_rows, 
         for step in range(1, 4):
             keys = {"a": draw.integers(0, 50, (30, 20)), "b": draw.integers(0, 9000, MIN_KEYS)}
             routed = engine.route(keys)
-            working = engine.fetch(routed, step=step)
+            working = engine.fetch_rows(routed, step=step)
             rows = engine.exchange_vectors(routed, working)["t"].requires_grad_()
             for feature in keys:
                 (gather_rows(rows, routed.index[feature]) * 0.25).square().sum().backward()
@@ -155,7 +157,7 @@ def test_large_batches_are_deduplicated_on_the_gpu_and_learn_the_same(num_rows, 
     assert digests_found[0] == digests_found[1]
 
 
-def test_rows_are_watched_without_waiting_for_the_device():
+def test_finite_row_check_never_synchronizes():
     engine = EmbeddingEngine(
         [TableConfig(name="t", dim=8, num_rows=100, dtype="bfloat16")], Topology.single("cuda"), CUDA
     )
@@ -165,18 +167,18 @@ def test_rows_are_watched_without_waiting_for_the_device():
     layout.view(rows, "weight").fill_(1000.0)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        engine.row_watch.look(0, layout, rows[:40:2])
-        fine = engine.row_watch.seen()
+        engine.finite_row_check.check_rows(0, layout, rows[:40:2])
+        fine = engine.finite_row_check.non_finite_markers()
         layout.view(rows, "state_sum")[7] = float("inf")
-        engine.row_watch.look(0, layout, rows)
-        bad = engine.row_watch.seen()
+        engine.finite_row_check.check_rows(0, layout, rows)
+        bad = engine.finite_row_check.non_finite_markers()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert (fine.tolist(), bad.isnan().tolist()) == ([0.0], [True])
 
 
-def test_a_table_that_grows_on_another_stream_keeps_its_rows():
-    """As that of a resumed run does: it was loaded on the stream that computes, which takes freed memory at once."""
+def test_embedding_table_growth_on_side_stream_keeps_rows():
+    """The old memory was allocated on the compute stream, as in a resumed run, and is reused there when it is freed."""
     store = DeviceStore(4, CUDA)
     slots = np.arange(1 << 20)
     rows = torch.arange(4 << 20, dtype=torch.int32, device=CUDA).view(-1, 4)
@@ -184,7 +186,7 @@ def test_a_table_that_grows_on_another_stream_keeps_its_rows():
     store.scatter(slots, rows)
     torch.cuda.synchronize()
     with torch.cuda.stream(torch.cuda.Stream()):
-        torch.cuda._sleep(200_000_000)  # its copy comes later
+        torch.cuda._sleep(200_000_000)  # delays the copy of `reserve`
         store.reserve(2 * len(slots))
     taken = [torch.full_like(rows, -1) for _ in range(4)]
     torch.cuda.synchronize()

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from nestrec_bench.kernels.exchange_bench import ExchangeBench, measure_exchange
+from nestrec_bench.kernels.exchange_bench import ExchangeBenchConfig, measure_exchange
 
 pytestmark = pytest.mark.gpu
 
@@ -13,19 +13,19 @@ pytestmark = pytest.mark.gpu
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
     assert torch.cuda.is_available()
-    return measure_exchange(ExchangeBench(ranks=(2, 4), bytes=(1 << 25,), rounds=1, matmul_rounds=1))
+    return measure_exchange(ExchangeBenchConfig(ranks=(2, 4), bytes=(1 << 25,), rounds=1, matmul_rounds=1))
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("transport", ["host", "copy_engine"])
-def test_what_arrives_is_what_gloo_brings(rows, transport, ranks):
+def test_transports_equal_gloo_all_to_all(rows, transport, ranks):
     exchanged = [row for row in rows if (row["transport"], row["ranks"]) == (transport, ranks) and "beside" not in row]
     assert [row.get("equal_to_gloo") for row in exchanged] == [True], exchanged
 
 
 @pytest.mark.parametrize("transport", ["host", "copy_engine"])
-def test_copies_launch_no_kernel_and_the_one_compared_with_does(rows, transport):
-    beside = {row["transport"]: row["device_work"] for row in rows if row.get("beside") == transport}
-    assert beside[transport]
-    assert all(work.startswith("Memcpy") for work in beside[transport])
-    assert not any(work.startswith("Memcpy") for work in beside["sm_copy"])
+def test_exchange_copies_launch_no_kernels(rows, transport):
+    device_work = {row["transport"]: row["device_work"] for row in rows if row.get("beside") == transport}
+    assert device_work[transport]
+    assert all(work.startswith("Memcpy") for work in device_work[transport])
+    assert not any(work.startswith("Memcpy") for work in device_work["sm_copy"])

@@ -1,4 +1,4 @@
-"""A server that follows on a GPU, where captured graphs read the tables, scores like one that begins anew."""
+"""A server that follows published versions on a GPU scores like a restarted server; CUDA graphs read the tables."""
 
 import numpy as np
 import pytest
@@ -16,21 +16,21 @@ from nestrec.serving.versions.version_store import VersionStore
 from support.tiny_runs import make_datasets
 
 pytestmark = pytest.mark.gpu
-CONFIG = ServiceConfig(engine=EngineConfig(max_queue_s=1e9))
+CONFIG = ServiceConfig(engine=EngineConfig(max_queue_delay_s=1e9))
 
 
 def scores_of(service, role):
     items = np.arange(1, 6)
     zeros = np.zeros(5, np.int64)
     history = History(items=items, times_ms=np.arange(5), actions=zeros)
-    (engine,) = service.fleet(role).engines
-    asked = Candidates(items=np.arange(6, 25), now_ms=9)
-    return [engine.rank("ann", history, asked, timeout_s=30.0).future.result().scores for _ in range(2)]
+    (engine,) = service.deployment(role).engines
+    candidates = Candidates(items=np.arange(6, 25), now_ms=9)
+    return [engine.submit_rank("ann", history, candidates, timeout_s=30.0).future.result().scores for _ in range(2)]
 
 
 @pytest.mark.parametrize(("family", "store"), [("ranking", "graphs"), ("ranking", "lru"), ("hstu", "lru")])
 @pytest.mark.parametrize("tables", [TablesConfig(), TablesConfig(store="dram", cache_rows=8)])
-def test_scores_are_those_of_a_server_that_begins_anew(tmp_path, family, store, tables):
+def test_version_follower_scores_equal_restarted_server(tmp_path, family, store, tables):
     make_datasets(tmp_path, num_topics=5)
     address = str(tmp_path / "published")
     run = ChangingRun.begin(Topology.single(), tmp_path, address, family=family, store=store, seed=7)
@@ -47,22 +47,22 @@ def test_scores_are_those_of_a_server_that_begins_anew(tmp_path, family, store, 
     before = scores_of(service, role)
     for _ in range(4):
         publish()
-        assert follower.look(), follower.counts.problem
+        assert follower.poll(), follower.counts.problem
         other = Service.load([address], CONFIG, "cuda", tables)
-        for name, table in other.fleet(role).servable.tables.items():
-            assert_same_rows(service.fleet(role).servable.tables[name], table, name)
-        mine, anew = scores_of(service, role), scores_of(other, role)
+        for name, table in other.deployment(role).servable.tables.items():
+            assert_same_rows(service.deployment(role).servable.tables[name], table, name)
+        followed, restarted = scores_of(service, role), scores_of(other, role)
         other.close()
-        for one, another in zip(mine, anew, strict=True):
-            assert np.array_equal(one, another)
+        for scores, expected in zip(followed, restarted, strict=True):
+            assert np.array_equal(scores, expected)
     assert follower.counts.applied == 4
-    assert not np.allclose(before[0], mine[0])
+    assert not np.allclose(before[0], followed[0])
     reloader.close()
     service.close()
     torch.cuda.synchronize()
 
 
-def test_a_delta_comes_to_the_device_while_batches_run(tmp_path):
+def test_version_delta_is_applied_while_batches_run(tmp_path):
     make_datasets(tmp_path, num_topics=5)
     address = str(tmp_path / "published")
     run = ChangingRun.begin(Topology.single(), tmp_path, address, family="ranking", store="graphs", seed=7)
@@ -75,14 +75,14 @@ def test_a_delta_comes_to_the_device_while_batches_run(tmp_path):
     service = Service.load([f"{address}@{before[1]}"], CONFIG, "cuda")
     reloader = Reloader(service, "cuda", TablesConfig())
     ((_, follower),) = reloader.followers.items()
-    (step,) = versions.way(newest, follower.digest)
+    (step,) = versions.delta_chain(newest, follower.digest)
     follower.stage(step)  # loads kernels
     torch.cuda.synchronize()
-    torch.cuda._sleep(4_000_000_000)  # a long batch, on the stream that batches run on
-    is_over = torch.cuda.Event()
-    is_over.record()
+    torch.cuda._sleep(4_000_000_000)  # a long batch on the stream of the engine
+    batch_end = torch.cuda.Event()
+    batch_end.record()
     follower.stage(step)
-    assert not is_over.query(), "what was brought waited for the batch"
+    assert not batch_end.query(), "staging a version waited for the running batch"
     torch.cuda.synchronize()
     reloader.close()
     service.close()

@@ -1,4 +1,4 @@
-"""Pinned copies and side streams of `nestrec/base/cuda.py` on a device."""
+"""Pinned copies and side streams of `nestrec/base/cuda.py` on a GPU."""
 
 import pytest
 import torch
@@ -9,19 +9,19 @@ pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 
 
-def test_host_copy_holds_the_values_after_the_wait():
+def test_host_copy_has_values_after_wait():
     tensor = torch.arange(1 << 20, device=CUDA)
     copy = to_host(tensor * 2)
     assert copy.host.is_pinned()
     assert torch.equal(copy.wait(), torch.arange(1 << 20) * 2)
 
 
-def test_pinned_tensors_of_a_gpu_are_pinned():
+def test_pinned_tensors_are_pinned_on_gpu():
     assert pinned_empty([4], torch.int64, CUDA).is_pinned()
     assert pinned_like(torch.ones(2, 3, device=CUDA)).shape == (2, 3)
 
 
-def test_side_stream_is_current_inside_the_block():
+def test_side_stream_is_current_in_context():
     before = torch.cuda.current_stream()
     urgent = side_stream(CUDA, is_urgent=True)
     assert urgent.priority == -1

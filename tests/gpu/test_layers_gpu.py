@@ -1,4 +1,4 @@
-"""Pieces of layers against their definitions: at most twice the error of the same precision in plain torch.
+"""Fused layer kernels have at most twice the error of plain PyTorch operators of the same precision.
 
 Under TRITON_INTERPRET=1 the same tests run on a CPU, in float16.
 """
@@ -27,7 +27,7 @@ from nestrec.ops.layers.fused_layers import (
     gated_output_reference,
     norm_projection,
     norm_projection_reference,
-    without_keeping,
+    recompute_saved_parts,
 )
 from nestrec.ops.layers.token_input import token_input, token_input_reference, unit_rows, unit_rows_reference
 from nestrec_bench.kernels.layer_bench import info_of
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cpu" if IS_INTERPRETED else "cuda"
 HALF = torch.float16 if IS_INTERPRETED else torch.bfloat16
 WIDTHS = [(40, 24, torch.float32), (48, 16, HALF)] if IS_INTERPRETED else [(100, 52, torch.float32), (1024, 1024, HALF)]
-"""model width, part width, precision: each compiles its own kernels"""
+"""Model width, part width and dtype; each combination compiles its own kernels."""
 TOKENS = [1, 37, 130] if IS_INTERPRETED else [1, 2, 16, 63, 129, 1000]
 GENERATED = 0 if IS_INTERPRETED else 30
 
@@ -45,7 +45,7 @@ def token_counts():
     return [*TOKENS, *np.random.default_rng(0).integers(1, 3000, GENERATED).tolist()]
 
 
-def drawn(*shapes, dtype=torch.float64):
+def random_leaves(*shapes, dtype=torch.float64):
     return [torch.randn(shape, dtype=dtype, device=DEVICE) for shape in shapes]
 
 
@@ -54,7 +54,7 @@ def keys_of(tokens):
 
 
 def compare(fused, plain, leaves, dtype, *, factor=2.0, floor=2e-7):
-    """Outputs and gradients of `fused` in `dtype` err at most `factor` times as much as those of `plain` in it."""
+    """Check that outputs and gradients of `fused` have at most `factor` times the error of `plain` in `dtype`."""
     exact = results(plain, leaves, torch.float64)
     ours, theirs = results(fused, leaves, dtype), results(plain, leaves, dtype)
     for number, (a, b, c) in enumerate(zip(ours, theirs, exact, strict=True)):
@@ -74,7 +74,7 @@ def results(function, leaves, dtype):
 
 @pytest.mark.parametrize(("num_parts", "norm"), [(1, "layer"), (2, "rms"), (3, "rms")])
 @pytest.mark.parametrize(("dim", "width", "dtype"), WIDTHS)
-def test_the_ways_into_and_out_of_a_layer(dim, width, dtype, num_parts, norm):
+def test_layer_inputs_and_outputs_equal_reference(dim, width, dtype, num_parts, norm):
     for tokens in token_counts():
         check_layer(tokens, dim, width, dtype, num_parts, norm)
 
@@ -82,19 +82,19 @@ def test_the_ways_into_and_out_of_a_layer(dim, width, dtype, num_parts, norm):
 def check_layer(tokens, dim, width, dtype, num_parts, norm):
     torch.manual_seed(tokens)
     widths = (num_parts * width, width, width, width)
-    leaves = drawn((tokens, dim), (tokens, dim), (dim, sum(widths)), (dim, num_parts * width), (dim,))
+    leaves = random_leaves((tokens, dim), (tokens, dim), (dim, sum(widths)), (dim, num_parts * width), (dim,))
     leaves[2] /= dim**0.5
     leaves[3] /= (num_parts * width) ** 0.5
     drop = Dropout(keys_of(tokens), 3, 0.25)
 
-    def run(project, leave, x, delta, weight, output, bias, **options):
+    def run(project, gated, x, delta, weight, output, bias, **options):
         projected = project(x, delta, weight, widths, norm=norm, eps=1e-6, **options)
         v, q, k = projected.parts
-        with without_keeping(projected):
+        with recompute_saved_parts(projected):
             attended = [v * q + 0.5, k * v + q, q * k][:num_parts]
         if options:
             options["packed"] = projected.packed
-        added = leave(attended, projected.gate, output, bias, drop, norm=norm, eps=1e-6, **options)
+        added = gated(attended, projected.gate, output, bias, drop, norm=norm, eps=1e-6, **options)
         return projected.total * 1.0, added
 
     def plain(*leaves):
@@ -104,10 +104,10 @@ def check_layer(tokens, dim, width, dtype, num_parts, norm):
         compare(lambda *own: run(norm_projection, gated_output, *own, recompute=recompute), plain, leaves, dtype)  # noqa: B023
 
 
-def test_the_gradient_of_a_gate_may_come_from_anywhere():
-    """Without the shared buffer, or with a further use of the gate, sums are the same."""
+def test_layer_gate_gradient_accepts_any_strides():
+    """Gradients are the same without the shared buffer, and if the gate is used a second time."""
     torch.manual_seed(0)
-    leaves = drawn((33, 16), (16, 32))
+    leaves = random_leaves((33, 16), (16, 32))
 
     def run(project, x, weight):
         projected = project(x, None, weight, (8, 8, 8, 8), norm="layer", eps=1e-6)
@@ -124,9 +124,9 @@ def test_the_gradient_of_a_gate_may_come_from_anywhere():
 
 @pytest.mark.parametrize("tokens", TOKENS)
 @pytest.mark.parametrize(("dim", "width", "dtype"), WIDTHS)
-def test_feed_forward(dim, width, dtype, tokens):
+def test_feed_forward_equals_reference(dim, width, dtype, tokens):
     torch.manual_seed(tokens)
-    leaves = drawn((tokens, dim), (tokens, dim), (dim, 2 * width), (width, dim))
+    leaves = random_leaves((tokens, dim), (tokens, dim), (dim, 2 * width), (width, dim))
     leaves[2] /= dim**0.5
     leaves[3] /= width**0.5
     drop = Dropout(keys_of(tokens), 5, 0.5)
@@ -141,11 +141,11 @@ def test_feed_forward(dim, width, dtype, tokens):
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @pytest.mark.parametrize("probability", [0.0, 0.3])
-def test_the_input_of_an_encoder_and_the_gradient_of_its_positions(probability, dtype):
+def test_token_input_and_position_gradients(probability, dtype):
     torch.manual_seed(1)
     lengths = np.array([0, 5, 1, 21, 0, 13])
     info = info_of(lengths, DEVICE)
-    leaves = drawn((40, 72), (30, 72))
+    leaves = random_leaves((40, 72), (30, 72))
     drop = Dropout(info.token_key_T, 0, probability)
     compare(
         lambda x, table: [token_input(x, table, info.position_T, info.offsets, factor=3.0, drop=drop)],
@@ -155,16 +155,16 @@ def test_the_input_of_an_encoder_and_the_gradient_of_its_positions(probability, 
     )
 
 
-def test_rows_of_one_length_also_where_they_are_almost_nothing():
+def test_unit_rows_accept_zero_and_tiny_rows():
     torch.manual_seed(2)
-    (x,) = drawn((50, 20))
+    (x,) = random_leaves((50, 20))
     x[3] = 0.0
     x[4] *= 1e-9
     compare(lambda x: [unit_rows(x, 20.0, 1e-6)], lambda x: [unit_rows_reference(x, 20.0, 1e-6)], [x], torch.float32)
 
 
-def test_unit_rows_of_16_bits_are_read_as_they_are_stored():
-    """To the bit what a float32 copy of them gives, with gradients in float32."""
+def test_unit_rows_half_precision_equal_float32_copy():
+    """The output is bitwise identical to that of a float32 copy, and gradients are float32."""
     torch.manual_seed(0)
     values, weight = torch.randn(50, 20, device=DEVICE).to(HALF), torch.randn(50, 20, device=DEVICE)
     stored = HalfPrecisionRows.of(values)
@@ -184,31 +184,31 @@ CHANNELS = [(40, torch.float32), (40, HALF)] if IS_INTERPRETED else [(40, torch.
 
 
 @pytest.mark.parametrize(("width", "dtype"), CHANNELS)
-@pytest.mark.parametrize("times", ["table", "found before", "function", "none"])
+@pytest.mark.parametrize("times", ["table", "precomputed", "function", "none"])
 @pytest.mark.parametrize("lengths", BATCHES)
-def test_attention_by_bias_alone(lengths, times, width, dtype):
+def test_bias_only_attention_equals_padded(lengths, times, width, dtype):
     check_bias_attention(lengths, times, width, dtype)
 
 
-SEEN = [("found before", 50, 3), ("function", 200, 130)]
-MORE_SEEN = [("table", 1, 0), ("table", 200, 130), ("function", 128, 256), ("found before", 500, 7)]
+WINDOWS = [("precomputed", 50, 3), ("function", 200, 130)]
+MORE_WINDOWS = [("table", 1, 0), ("table", 200, 130), ("function", 128, 256), ("precomputed", 500, 7)]
 
 
-@pytest.mark.parametrize(("times", "window", "prefix"), SEEN if IS_INTERPRETED else SEEN + MORE_SEEN)
-def test_attention_by_bias_alone_in_windows(times, window, prefix):
+@pytest.mark.parametrize(("times", "window", "prefix"), WINDOWS if IS_INTERPRETED else WINDOWS + MORE_WINDOWS)
+def test_bias_only_attention_windows_equal_padded(times, window, prefix):
     lengths = [270, 0, 129] if IS_INTERPRETED else [130, 5, 1000, 128, 0]
     check_bias_attention(lengths, times, 24, torch.float32, rules=semi_local(window, prefix))
 
 
-def test_attention_by_bias_alone_with_few_weights_at_a_time_and_many_buckets(monkeypatch):
-    """One block of rows after the other; buckets that are no bytes."""
+def test_bias_only_attention_with_many_buckets(monkeypatch):
+    """Blocks of rows are computed one at a time, and bucket indices need more than a byte."""
     monkeypatch.setattr(bias_only, "MAX_WEIGHTS", 1)
     check_bias_attention([130, 0, 5], "table", 40, HALF, num_buckets=300)
 
 
 @contextmanager
 def poisoned_memory():
-    """Empty tensors hold NaN; where plain torch has all that the definition needs in such a mode, on a CPU."""
+    """Fill empty tensors with NaN. CPU only: the reference needs operators without deterministic CUDA versions."""
     torch.use_deterministic_algorithms(IS_INTERPRETED)
     yield
     torch.use_deterministic_algorithms(False)
@@ -223,14 +223,14 @@ def check_bias_attention(lengths, times, width, dtype, num_buckets=40, rules=PLA
     time = torch.cat([torch.rand(n, dtype=torch.float64).cumsum(0) * 1e4 for n in lengths]).to(DEVICE)
     sizes = {"table": [(num_buckets + 1,)], "function": [(3,)], "none": []}
     buckets = None
-    if times == "found before":
+    if times == "precomputed":
         plan, _ = plan_tiles(offsets, tokens, longest, is_square=False)
         times = "table"
         buckets = pair_buckets(time, time + 10.0, offsets, plan, num_buckets)
-    leaves = drawn((tokens, width + 32), (2 * longest + 21,), *sizes[times])
+    leaves = random_leaves((tokens, width + 32), (2 * longest + 21,), *sizes[times])
 
     def run(attend, wide, position, learned=None):
-        # A function that falls within the times of the batch.
+        # Parameters for which the function decreases within the times of the batch.
         function = learned + learned.new_tensor([0.0, 9.0, -0.5]) if times == "function" else None
         bias = RelativeBias(
             position_table=position,
@@ -248,7 +248,7 @@ def check_bias_attention(lengths, times, width, dtype, num_buckets=40, rules=PLA
             lambda *own: run(bias_attention_padded, *own),
             leaves,
             dtype,
-            # Three sums over all pairs: how close either comes is luck, below a unit of the type that is summed.
+            # The three scalars are sums over all pairs; below one unit of the dtype, errors are random.
             floor=max(2e-6, torch.finfo(dtype).eps) if times == "function" else 2e-6,
         )
 
@@ -265,25 +265,25 @@ def info_with_times(lengths):
     return SequenceInfo(info.offsets, info.max_length, info.position_T, info.token_key_T, time, time + 50.0)
 
 
-@pytest.mark.skipif(IS_INTERPRETED, reason="too slow there; the pieces are tested above")
+@pytest.mark.skipif(IS_INTERPRETED, reason="too slow; the kernels are tested above")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
-def test_models_on_a_gpu_are_those_of_a_cpu_with_dropout_on(kind, recompute):
-    """In float32 to rounding: the same masks, the same sums."""
-    check_model(kind, recompute=recompute)
+def test_model_on_gpu_with_dropout_equals_cpu(kind, recompute):
+    """Dropout masks are the same; float32 results are equal up to rounding."""
+    check_model(kind, activation_checkpointing=recompute)
 
 
 LONG_HISTORIES = {
     "function of time": {"time_encoding": "functional"},
-    "semi-local": {"attention": AttentionSpanConfig(window=20, prefix=9)},
-    "cut": {"num_layers": 3, "attention": AttentionSpanConfig(window=30, keep_last=20, keep_step=16)},
+    "semi-local": {"attention": AttentionSpanConfig(window=20, num_prefix_tokens=9)},
+    "truncated": {"num_layers": 3, "attention": AttentionSpanConfig(window=30, truncate_to=20, truncate_step=16)},
 }
 
 
-@pytest.mark.skipif(IS_INTERPRETED, reason="too slow there; the pieces are tested above")
+@pytest.mark.skipif(IS_INTERPRETED, reason="too slow; the kernels are tested above")
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("options", LONG_HISTORIES)
-def test_models_for_long_histories_on_a_gpu_are_those_of_a_cpu(kind, options):
+def test_model_on_gpu_with_long_histories_equals_cpu(kind, options):
     check_model(kind, **LONG_HISTORIES[options], **({"time_bias": True} if kind == "hstu" else {}))
 
 
@@ -314,31 +314,31 @@ def check_model(kind, **options):
         assert (gradients[name] - parameter.grad).abs().max() <= 1e-3 * scale, name
 
 
-@pytest.mark.skipif(IS_INTERPRETED, reason="autocast of a GPU")
+@pytest.mark.skipif(IS_INTERPRETED, reason="needs CUDA autocast")
 @pytest.mark.parametrize("kind", MODELS)
-def test_recomputation_changes_no_bit_and_saves_memory(kind):
+def test_activation_checkpointing_is_bitwise_and_saves_memory(kind):
     results = []
     for recompute in (False, True):
         torch.manual_seed(0)
-        model = MODELS[kind](recompute=recompute).cuda()
+        model = MODELS[kind](activation_checkpointing=recompute).cuda()
         info = info_with_times(np.full(200, 160))
         x = torch.randn(32_000, 64, device="cuda", requires_grad=True)
         torch.cuda.reset_peak_memory_stats()
         with torch.autocast("cuda", torch.bfloat16):
             out = model(x, info)
-        held = torch.cuda.memory_allocated()
+        allocated = torch.cuda.memory_allocated()
         out.float().square().sum().backward()
-        results.append((held, out, x.grad, model.layers[0].uvqk.grad))
-    (kept, *first), (recomputed, *second) = results
-    assert recomputed < kept
+        results.append((allocated, out, x.grad, model.layers[0].uvqk.grad))
+    (stored_bytes, *first), (recomputed_bytes, *second) = results
+    assert recomputed_bytes < stored_bytes
     for a, b in zip(first[:2], second[:2], strict=True):
         assert torch.equal(a, b)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of the compiler's own code
-def test_the_pieces_can_be_compiled():
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # raised inside the compiler
+def test_fused_layers_compile():
     torch.manual_seed(0)
-    leaves = drawn((64, 32), (64, 32), (32, 64), (32, 16), (32,), dtype=torch.float32)
+    leaves = random_leaves((64, 32), (64, 32), (32, 64), (32, 16), (32,), dtype=torch.float32)
     drop = Dropout(keys_of(64), 1, 0.2)
 
     def run(x, delta, weight, output, bias):

@@ -1,4 +1,4 @@
-"""Losses over negatives on a GPU: every variant equals the plain one, and repeats itself to the bit."""
+"""Losses over negatives on a GPU: every variant equals the plain one and is deterministic."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ WIDTH = 64
 
 
 @pytest.mark.parametrize("variant", ["segments", "fused"])
-def test_rows_of_16_bits_take_half_the_memory_of_float32_ones_in_the_loss(variant):
-    """Beside the gradient, which is float32 either way."""
+def test_negatives_half_precision_rows_halve_loss_memory(variant):
+    """The memory of the rows is halved; their gradient is float32 in both cases."""
     peaks = {}
     for dtype in (torch.float32, torch.bfloat16):
         values = torch.randn(STORED_ROWS, WIDTH, device="cuda").to(dtype)
@@ -38,10 +38,10 @@ CASES = [
     ((130, 70, 9000, 50), "bce", 0, False),
     ((40, 130, 20000, 1024), "sampled_softmax", 2, True),
 ]
-"""(tokens, negatives, rows, channels), loss, other tokens whose negatives are shared, log-Q correction"""
+"""(tokens, negatives, rows, channels), loss, number of other tokens that share negatives, has log-Q correction."""
 
 
-def drawn(shape, *, shared, bias, dtype, seed=0):
+def random_inputs(shape, *, shared, bias, dtype, seed=0):
     num_tokens, num_negatives, num_rows, dim = shape
     torch.manual_seed(seed)
     query = torch.randn(num_tokens, dim, dtype=torch.float64, device="cuda") / dim**0.25
@@ -62,9 +62,9 @@ def loss_and_gradients(query, rows, candidates, kind, **options):
 
 
 @pytest.mark.parametrize("variant", ["segments", "fused", "offload"])
-def test_variants_equal_plain_in_float64(variant):
+def test_negatives_loss_variants_equal_plain_in_float64(variant):
     for shape, kind, shared, bias in CASES:
-        inputs = drawn(shape, shared=shared, bias=bias, dtype=torch.float64)
+        inputs = random_inputs(shape, shared=shared, bias=bias, dtype=torch.float64)
         plain = loss_and_gradients(*inputs, kind)
         for segment_tokens in (7, 10_000):
             other = loss_and_gradients(*inputs, kind, variant=variant, segment_tokens=segment_tokens)
@@ -74,9 +74,9 @@ def test_variants_equal_plain_in_float64(variant):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("variant", ["segments", "fused", "offload"])
-def test_errors_are_at_most_twice_those_of_the_plain_one_in_the_same_precision(variant, dtype):
+def test_negatives_loss_variants_have_bounded_error(variant, dtype):
     for seed, (shape, *_) in enumerate(CASES[2:]):
-        narrow = drawn(shape, shared=1, bias=False, dtype=dtype, seed=seed)
+        narrow = random_inputs(shape, shared=1, bias=False, dtype=dtype, seed=seed)
         exact = loss_and_gradients(*(x.double() for x in narrow[:2]), narrow[2], "sampled_softmax")
         eager = loss_and_gradients(*narrow, "sampled_softmax")
         found = loss_and_gradients(*narrow, "sampled_softmax", variant=variant, segment_tokens=32)
@@ -85,7 +85,7 @@ def test_errors_are_at_most_twice_those_of_the_plain_one_in_the_same_precision(v
 
 
 @pytest.mark.parametrize("variant", ["segments", "fused", "offload"])
-def test_variants_repeat_themselves_to_the_bit(variant):
+def test_negatives_loss_variants_are_deterministic(variant):
     torch.manual_seed(0)
     query, rows = torch.randn(500, 50, device="cuda"), torch.randn(300, 50, device="cuda")
     candidates = LossCandidates(torch.randint(300, (500, 65), device="cuda", dtype=torch.int32))
@@ -95,8 +95,8 @@ def test_variants_repeat_themselves_to_the_bit(variant):
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_gradients_of_a_row_that_every_token_meets_are_summed_by_runs():
-    """As with in-batch negatives: row 5 has 24,000 positions, and its sum repeats itself to the bit."""
+def test_negatives_gradients_of_shared_row_are_summed_in_runs():
+    """Row 5 has 24,000 positions, as with in-batch negatives; its sum is deterministic."""
     torch.manual_seed(0)
     slope, query = torch.randn(8000, 9, device="cuda"), torch.randn(8000, 200, device="cuda")
     index = torch.randint(3000, (8000, 9), device="cuda", dtype=torch.int32)
@@ -109,8 +109,8 @@ def test_gradients_of_a_row_that_every_token_meets_are_summed_by_runs():
 
 
 @pytest.mark.parametrize("kind", ["sampled_softmax", "bce"])
-def test_losses_by_groups_are_those_of_a_cpu_in_float64(kind):
-    """bf16 vectors, logits up to 20: errors of bf16 products and no more."""
+def test_grouped_loss_on_gpu_is_close_to_float64_on_cpu(kind):
+    """Vectors are bfloat16 and logits go up to 20; errors are those of bfloat16 products."""
     torch.manual_seed(0)
     query = (torch.randn(1000, 64) * 1.5).bfloat16()
     rows = torch.randn(300, 64).bfloat16()
@@ -128,8 +128,8 @@ def test_losses_by_groups_are_those_of_a_cpu_in_float64(kind):
         assert (found - exact).norm() <= 1e-2 * exact.norm()
 
 
-def test_vectors_of_candidates_outside_the_rows_are_never_read():
-    """Rows stand between margins of NaN; a read beyond them would show."""
+def test_negatives_loss_never_reads_outside_rows():
+    """Rows are surrounded by NaN, so that a read outside of them makes the loss NaN."""
     torch.manual_seed(0)
     padded = torch.full((40, 50), torch.nan, device="cuda")
     padded[10:30] = torch.randn(20, 50, device="cuda")
@@ -141,7 +141,7 @@ def test_vectors_of_candidates_outside_the_rows_are_never_read():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_tiled_cross_entropy_is_that_of_the_whole(dtype):
+def test_tiled_cross_entropy_equals_full(dtype):
     for num_tokens, num_items, dim in ((1, 1, 1), (7, 3000, 33), (300, 9000, 64)):
         torch.manual_seed(0)
         query = (torch.randn(num_tokens, dim, device="cuda") * 2).to(dtype)

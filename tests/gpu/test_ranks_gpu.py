@@ -1,6 +1,6 @@
-"""Ranks that share one GPU: every schedule, store and replica mode leaves the bits of serial, over every transport.
+"""Ranks that share one GPU: schedules are bitwise identical to serial for every store, replica mode and transport.
 
-With NESTREC_MANY_GPUS_RESULTS naming a file, what was found is kept there, a row for each combination.
+If NESTREC_MANY_GPUS_RESULTS names a file, results are added to it, one row per combination.
 """
 
 import itertools
@@ -50,46 +50,48 @@ def gpu_pools() -> Iterator[dict[int, RankPool]]:
 
 def pool_of(pools: dict[int, RankPool], world: int) -> RankPool:
     if world not in pools:
-        pools[world] = RankPool(world, ParallelConfig(exchange="host"), device="cuda")
+        pools[world] = RankPool(world, ParallelConfig(transport="host"), device="cuda")
     return pools[world]
 
 
-def watched(topology: Topology, schedule: str, job: Job) -> tuple[dict[str, Any], dict[str, float]]:
-    """The state after a run, and how often a lane waited for the device in a step of the steady state: hidden, and by a
-    transport over the host, which must."""
+def train_counting_syncs(topology: Topology, schedule: str, job: Job) -> tuple[dict[str, Any], dict[str, float]]:
+    """Return the state after a run and the number of synchronizations per step in the steady state.
+
+    Synchronizations of a transport over the host are necessary and counted separately.
+    """
     training = Training(regrouped(topology, job.ranks), schedule, job)
     advance = training.pipeline.schedule.advance
 
-    def advance_watched(step, feed):
-        with warnings.catch_warnings():  # the mode says once that it is a prototype
+    def advance_with_warnings(step, feed):
+        with warnings.catch_warnings():  # the first call warns that the mode is a prototype
             warnings.simplefilter("ignore")
             torch.cuda.set_sync_debug_mode("warn" if step.number in STEADY else "default")
         return advance(step, feed)
 
-    training.pipeline.schedule.advance = advance_watched
+    training.pipeline.schedule.advance = advance_with_warnings
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         result = training.run()
-    said = [w for w in found if "called a synchronizing" in str(w.message)]
-    hidden = [w for w in said if not w.filename.endswith("cuda/streams.py")]  # where a transport asks to wait
-    for place in sorted({f"{w.filename}:{w.lineno}" for w in hidden}):
-        print(f"{schedule} waits at {place}", file=sys.stderr, flush=True)
-    waits = {"syncs_per_step": len(hidden), "transport_waits_per_step": len(said) - len(hidden)}
+    syncs = [w for w in found if "called a synchronizing" in str(w.message)]
+    hidden = [w for w in syncs if not w.filename.endswith("cuda/streams.py")]  # an explicit wait of a transport
+    for location in sorted({f"{w.filename}:{w.lineno}" for w in hidden}):
+        print(f"{schedule} waits at {location}", file=sys.stderr, flush=True)
+    waits = {"syncs_per_step": len(hidden), "transport_waits_per_step": len(syncs) - len(hidden)}
     return result, {name: count / len(STEADY) for name, count in waits.items()}
 
 
 def findings(topology: Topology, job: Job) -> list[dict[str, Any]]:
-    """A row for each schedule: equal to serial, or to its definition, and how often it waited."""
+    """Return one row per schedule: equality to serial or to its definition, and synchronizations per step."""
     expected = train(topology, "serial", job)
     rows = [{"schedule": "serial", "equal_to_serial": True}]
     for schedule in [*EXACT, "semi_async"]:
-        result, waits = watched(topology, schedule, job)
+        result, waits = train_counting_syncs(topology, schedule, job)
         row = {"schedule": schedule, "equal_to_serial": same(result, expected), **waits}
-        if schedule == "semi_async":  # by its definition nothing is late where neighbours share nothing
+        if schedule == "semi_async":  # equal to serial if adjacent batches have no common keys
             row["most_late"] = result["statistics"].most_late
-            apart = replace(job, stream="no_overlap", num_steps=8, num_samples=Job.num_samples)
-            defined = same(train(topology, schedule, apart), train(topology, "serial", apart))
-            row["equal_to_definition"] = defined and row["most_late"] <= 1
+            disjoint = replace(job, stream="no_overlap", num_steps=8, num_samples=Job.num_samples)
+            is_equal = same(train(topology, schedule, disjoint), train(topology, "serial", disjoint))
+            row["equal_to_definition"] = is_equal and row["most_late"] <= 1
         rows.append(row)
     return [{**row, "equal": row.get("equal_to_definition", row["equal_to_serial"])} for row in rows]
 
@@ -98,9 +100,9 @@ def record(rows: list[dict[str, Any]]) -> None:
     if not (name := os.environ.get("NESTREC_MANY_GPUS_RESULTS")):
         return
     path = Path(name)
-    kept = json.loads(path.read_text())["rows"] if path.exists() else []
+    earlier = json.loads(path.read_text())["rows"] if path.exists() else []
     command = f"NESTREC_MANY_GPUS_RESULTS=FILE pytest {' '.join(sys.argv[1:])}"
-    path.write_text(json.dumps(make_frame(bench="many_gpus", command=command, rows=[*kept, *rows]), indent=2) + "\n")
+    path.write_text(json.dumps(make_frame(bench="many_gpus", command=command, rows=[*earlier, *rows]), indent=2) + "\n")
 
 
 CASES = [
@@ -112,34 +114,33 @@ CASES = [
 
 
 @pytest.mark.parametrize(("transport", "world", "store", "replicas"), CASES, ids=str)
-def test_every_schedule_leaves_the_bits_of_serial(gpu_pools, transport, world, store, replicas):
-    ranks = ParallelConfig(exchange=transport, replicas=replicas)
+def test_schedules_on_gpu_ranks_are_bitwise_identical(gpu_pools, transport, world, store, replicas):
+    ranks = ParallelConfig(transport=transport, num_replicas=replicas)
     job = Job(store=store, device="cuda", num_steps=17, fences=(6,), ranks=ranks, window_cache=replicas == 1)
     if world == 1:
-        found = [findings(nccl_alone(), replace(job, ranks=ParallelConfig()))]
+        found = [findings(single_nccl_rank(), replace(job, ranks=ParallelConfig()))]
     else:
         found = pool_of(gpu_pools, world).run(findings, job)
     device = torch.cuda.get_device_name()
     about = {"device": device, "ranks": world, "store": store, "transport": transport}
     about |= {"replicas": "gradients" if replicas > 1 else "none", "replica_groups": replicas}
     record([{**about, **row} for row in found[0]])
-    for of_rank in found:
-        for row in of_rank:
-            assert row["equal"], row
-            assert not row.get("syncs_per_step"), row
+    for row in itertools.chain(*found):
+        assert row["equal"], row
+        assert not row.get("syncs_per_step"), row
 
 
 def delayed_updates(topology: Topology, job: Job) -> bool:
-    """Whether `priority` equals `serial` if the deferred update of exclusive rows begins late on the device."""
+    """Return whether `priority` equals `serial` if the deferred update of exclusive rows begins late on the device."""
     update = CollisionStages._update
 
-    def late(stages: CollisionStages, pair: Any, which: Any, rates: Any) -> None:
+    def delayed_update(stages: CollisionStages, pair: Any, which: Any, rates: Any) -> None:
         if which == "exclusive":
             torch.cuda._sleep(30_000_000)
         update(stages, pair, which, rates)
 
     expected = train(topology, "serial", job)
-    CollisionStages._update = late
+    CollisionStages._update = delayed_update
     try:
         return same(train(topology, "priority", job), expected)
     finally:
@@ -149,14 +150,14 @@ def delayed_updates(topology: Topology, job: Job) -> bool:
 @pytest.mark.parametrize("transport", ["copy_engine", "host"])
 @pytest.mark.parametrize(("world", "store"), [(4, "dram"), (2, "dram"), (4, "device")])
 def test_priority_schedule_keeps_collisions_until_used(gpu_pools, transport, world, store):
-    """Index tensors made on the communication stream are read by a late update on the lookup stream."""
-    ranks = ParallelConfig(exchange=transport, replicas=2)
+    """A late update on the lookup stream reads index tensors that were created on the communication stream."""
+    ranks = ParallelConfig(transport=transport, num_replicas=2)
     job = Job(store=store, device="cuda", num_steps=17, fences=(6,), ranks=ranks)
     assert all(pool_of(gpu_pools, world).run(delayed_updates, job))
 
 
 def on_two_hosts(topology: Topology, job: Job) -> list[dict[str, Any]]:
-    """As if two of the ranks lived on each of two hosts."""
+    """Run `findings` with an environment of two hosts with two ranks each."""
     os.environ["LOCAL_WORLD_SIZE"] = "2"
     try:
         return findings(topology, job)
@@ -164,51 +165,54 @@ def on_two_hosts(topology: Topology, job: Job) -> list[dict[str, Any]]:
         os.environ["LOCAL_WORLD_SIZE"] = str(topology.world)
 
 
-@pytest.mark.parametrize("is_by_hosts", [True, False], ids=["by_hosts", "four_holders_of_hosts"])
-def test_exchanges_by_hosts_and_sums_by_slices_leave_the_bits_of_serial(gpu_pools, is_by_hosts):
-    ranks = ParallelConfig(exchange="host", hierarchy=is_by_hosts, replicas=1 if is_by_hosts else 4)
-    job = Job(device="cuda", num_steps=17, num_samples=48, fences=(6,), ranks=ranks, window_cache=is_by_hosts)
-    found = pool_of(gpu_pools, 4).run(on_two_hosts if is_by_hosts else findings, job)
+@pytest.mark.parametrize("is_hierarchical", [True, False], ids=["hierarchical", "four_replicas"])
+def test_hierarchical_all_to_all_and_replicas_equal_serial(gpu_pools, is_hierarchical):
+    num_replicas = 1 if is_hierarchical else 4
+    ranks = ParallelConfig(transport="host", hierarchical_all_to_all=is_hierarchical, num_replicas=num_replicas)
+    job = Job(device="cuda", num_steps=17, num_samples=48, fences=(6,), ranks=ranks, window_cache=is_hierarchical)
+    found = pool_of(gpu_pools, 4).run(on_two_hosts if is_hierarchical else findings, job)
     about = {"device": torch.cuda.get_device_name(), "ranks": 4, "store": "device", "transport": "host"}
-    about |= {"replicas": "none" if is_by_hosts else "gradients", "replica_groups": ranks.replicas}
-    record([{**about, "hierarchy": is_by_hosts, **row} for row in found[0]])
+    about |= {"replicas": "none" if is_hierarchical else "gradients", "replica_groups": ranks.num_replicas}
+    record([{**about, "hierarchy": is_hierarchical, **row} for row in found[0]])
     for row in itertools.chain(*found):
         assert row["equal"], row
         assert not row.get("syncs_per_step"), row
 
 
-_alone: list[Topology] = []
+_single_rank: list[Topology] = []
 
 
-def nccl_alone() -> Topology:
-    """A world of one that takes the path of many: every exchange is a collective of NCCL."""
+def single_nccl_rank() -> Topology:
+    """Return a topology of one rank that uses the code of many ranks: every exchange is an NCCL collective."""
     import torch.distributed as dist
 
-    if not _alone:
+    if not _single_rank:
         device = torch.device("cuda", torch.cuda.current_device())
         limit = timedelta(seconds=60)
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=limit)
-        _alone.append(Topology.of_process_group(device, ParallelConfig(exchange="collectives"), groups_of_one=True))
-    return _alone[0]
+        _single_rank.append(
+            Topology.of_process_group(device, ParallelConfig(transport="collectives"), groups_of_one=True)
+        )
+    return _single_rank[0]
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_dense_sums_inside_the_backward_pass_leave_the_bits_of_serial(gpu_pools, world):
-    """One rank by NCCL, two by the host."""
+def test_overlapped_all_reduce_is_bitwise_identical(gpu_pools, world):
+    """One rank uses NCCL, two ranks the host transport."""
     job = Job(device="cuda", num_steps=17, fences=(6,))
     if world == 1:
-        found = [findings(replace(nccl_alone(), options=THREE_BUCKETS), job)]
+        found = [findings(replace(single_nccl_rank(), options=THREE_BUCKETS), job)]
     else:
-        found = pool_of(gpu_pools, world).run(findings, replace(job, ranks=replace(THREE_BUCKETS, exchange="host")))
+        found = pool_of(gpu_pools, world).run(findings, replace(job, ranks=replace(THREE_BUCKETS, transport="host")))
     for row in itertools.chain(*found):
         assert row["equal"], row
         assert not row.get("syncs_per_step"), row
 
 
-def test_keys_of_the_host_cross_by_collectives_of_the_device():
-    topology = nccl_alone()
+def test_host_keys_are_exchanged_by_device_collectives():
+    topology = single_nccl_rank()
     assert isinstance(topology.keys.transport, DeviceStagedTransport)
-    assert topology.keys.watch is not None
+    assert topology.keys.watchdog is not None
     rows = torch.randint(0, 99, (7, 3))
     assert torch.equal(all_to_all_rows(topology.keys, rows, [7], [7]), rows)
     assert torch.equal(all_gather_equal(topology.keys, rows)[0], rows)
@@ -218,8 +222,8 @@ def test_keys_of_the_host_cross_by_collectives_of_the_device():
     assert torch.equal(total, rows)
 
 
-def grown(topology: Topology, job: Job) -> dict[str, list[int]]:
-    """Bytes in use on the device and on the host after a quarter of the steps and after all."""
+def memory_use(topology: Topology, job: Job) -> dict[str, list[int]]:
+    """Return the bytes in use on the device and on the host after a quarter of the steps and after all steps."""
     training = Training(regrouped(topology, job.ranks), "nested", job)
     feed = LookaheadIterator(batches_of(job, training.topology, 1))
     used = {"device_bytes": [], "host_bytes": []}
@@ -239,12 +243,12 @@ def grown(topology: Topology, job: Job) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize(("transport", "world"), [("collectives", 1), ("host", 2)])
-def test_memory_does_not_grow(gpu_pools, transport, world):
-    """Over some hundred steps, or as many as NESTREC_MEMORY_STEPS says."""
-    ranks = ParallelConfig() if world == 1 else ParallelConfig(exchange=transport)
+def test_training_memory_does_not_grow(gpu_pools, transport, world):
+    """NESTREC_MEMORY_STEPS sets the number of steps."""
+    ranks = ParallelConfig() if world == 1 else ParallelConfig(transport=transport)
     steps = MEMORY_STEPS
     job = Job(stream="distance_two", num_steps=steps, num_micro_batches=2, device="cuda", ranks=ranks)
-    found = [grown(nccl_alone(), job)] if world == 1 else pool_of(gpu_pools, world).run(grown, job)
+    found = [memory_use(single_nccl_rank(), job)] if world == 1 else pool_of(gpu_pools, world).run(memory_use, job)
     about = {"device": torch.cuda.get_device_name(), "ranks": world, "store": "device", "transport": transport}
     record([{**about, "schedule": "nested", "replicas": "none", "steps": [steps // 4, steps], **found[0]}])
     for used in found:
@@ -254,20 +258,21 @@ def test_memory_does_not_grow(gpu_pools, transport, world):
         assert after <= before + (64 << 20), used
 
 
-def test_a_collective_that_hangs_ends_the_process_with_its_code_and_cause():
-    """A kernel that runs for ever stands for a peer that does not answer.
+def test_watchdog_ends_process_of_hanging_collective():
+    """A kernel that does not end simulates a peer that does not respond.
 
-    The last test of this file, and not a client of MPS: what it leaves on the device may not reach others.
+    This is the last test of the file, and its process does not use MPS, so that the running kernel affects no other
+    test.
     """
     code = """
 import torch, torch.distributed as dist, time
 from datetime import timedelta
 from nestrec.distributed import Topology
 from nestrec.distributed.collectives import all_reduce_sum
-from nestrec.distributed.topology import ParallelConfig as ParallelConfig
+from nestrec.distributed.topology import ParallelConfig
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=60))
 device = torch.device("cuda", 0)
-topology = Topology.of_process_group(device, ParallelConfig(exchange="collectives"), groups_of_one=True, timeout_s=2.0)
+topology = Topology.of_process_group(device, ParallelConfig(transport="collectives"), groups_of_one=True, timeout_s=2.0)
 value = torch.ones(3, device=device)
 all_reduce_sum(topology.dense, value)
 torch.cuda.synchronize()
@@ -280,5 +285,5 @@ time.sleep(30)
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, env=alone)
     assert done.returncode == PEER_LOST, done.stderr[-2000:]
-    assert "a peer was lost in dense.all_reduce: no answer in 2 s" in done.stderr
+    assert "peer was lost in dense.all_reduce: no response within 2 s" in done.stderr
     assert time.monotonic() - start < 40

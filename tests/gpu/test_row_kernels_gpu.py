@@ -1,4 +1,4 @@
-"""Kernels on rows against their definitions. Under TRITON_INTERPRET=1 the same tests run on a CPU."""
+"""Row kernels equal their reference implementations. Under TRITON_INTERPRET=1 the same tests run on a CPU."""
 
 import numpy as np
 import pytest
@@ -31,22 +31,22 @@ def words(*shape: int) -> torch.Tensor:
     return torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, device=DEVICE)
 
 
-@pytest.mark.parametrize("given", ["gather", "scatter", "both", "neither"])
+@pytest.mark.parametrize("mode", ["gather", "scatter", "both", "neither"])
 @pytest.mark.parametrize(("width", "index_dtype"), [(1, torch.int32), (37, torch.int64), (132, torch.int32)])
-def test_rows_move_as_defined_and_others_stay(width, given, index_dtype):
+def test_move_rows_equals_reference(width, mode, index_dtype):
     torch.manual_seed(width)
     source = words(300, width + width % 4)[:, :width]
-    places = torch.randint(-1, 300, (200,), device=DEVICE, dtype=index_dtype)
+    slots = torch.randint(-1, 300, (200,), device=DEVICE, dtype=index_dtype)
     targets = torch.randperm(310, device=DEVICE)[:200].to(index_dtype)
     targets[7] = -1
-    index = (places if given in ("gather", "both") else None, targets if given in ("scatter", "both") else None)
+    index = (slots if mode in ("gather", "both") else None, targets if mode in ("scatter", "both") else None)
     found, expected = (torch.full((310, width), 7, dtype=torch.int32, device=DEVICE) for _ in range(2))
     move_rows(source, found, *index)
     move_rows_reference(source, expected, *index)
     assert torch.equal(found, expected)
 
 
-def test_no_rows_move_nothing():
+def test_row_kernels_accept_empty_input():
     target = words(5, 4)
     before = target.clone()
     move_rows(words(3, 4), target, torch.empty(0, dtype=torch.int64, device=DEVICE))
@@ -54,7 +54,7 @@ def test_no_rows_move_nothing():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.int32])
-def test_rows_of_several_tables_move_and_add_as_by_a_loop(dtype):
+def test_span_kernels_of_several_tables_equal_loop(dtype):
     draw = np.random.default_rng(5)
     device = torch.device(DEVICE)
     widths, gaps, num_rows = np.array([3, 1, 40, 5]), np.array([0, 3, 8, 0]), np.array([9, 6, 4, 2])
@@ -62,54 +62,54 @@ def test_rows_of_several_tables_move_and_add_as_by_a_loop(dtype):
     starts = np.concatenate([[0], np.cumsum(strides * num_rows)[:-1]])
     starts[1] = -1
     tables = draw.integers(0, 4, 150).astype(np.int32)
-    places = (draw.integers(0, 1 << 30, 150) % num_rows[tables]).astype(np.int32)
+    slots = (draw.integers(0, 1 << 30, 150) % num_rows[tables]).astype(np.int32)
     before = torch.from_numpy(draw.standard_normal(int((strides * num_rows).sum())) * 100).to(dtype)
     spans = Spans.of(starts, strides, widths, device)
-    rows = RowList.of(tables, places, widths, device)
+    rows = RowList.of(tables, slots, widths, device)
     run = before.to(DEVICE)
     packed = torch.zeros(rows.num_elements, dtype=dtype, device=DEVICE)
     gather_spans(run, spans, rows, packed)
     values = torch.from_numpy(draw.standard_normal(rows.num_elements) * 100).to(dtype)
     taken = torch.zeros_like(packed, device="cpu")
     summed = before.clone()
-    for i, (table, place) in enumerate(zip(tables, places, strict=True)):
+    for i, (table, slot) in enumerate(zip(tables, slots, strict=True)):
         if starts[table] >= 0:
-            at = starts[table] + place * strides[table]
-            to = rows.offsets[i]
-            taken[to : to + widths[table]] = before[at : at + widths[table]]
-            summed[at : at + widths[table]] += values[to : to + widths[table]]
+            start = starts[table] + slot * strides[table]
+            target = rows.offsets[i]
+            taken[target : target + widths[table]] = before[start : start + widths[table]]
+            summed[start : start + widths[table]] += values[target : target + widths[table]]
     assert torch.equal(packed.cpu(), taken)
-    found = [torch.from_numpy(a).to(DEVICE) for a in group(tables, places, np.concatenate([[0], np.cumsum(num_rows)]))]
+    found = [torch.from_numpy(a).to(DEVICE) for a in group(tables, slots, np.concatenate([[0], np.cumsum(num_rows)]))]
     add_spans(values.to(DEVICE), rows, run, spans, TargetGroups(*found))
     assert torch.equal(run.cpu(), summed)
     back = torch.full_like(run, 7)
-    scatter_spans(packed, rows.part(0, 0), back, spans)
-    first = [int(i) for i in np.unique(tables.astype(np.int64) * 100 + places, return_index=True)[1]]
-    once = RowList.of(tables[first], places[first], widths, device)
+    scatter_spans(packed, rows.slice_rows(0, 0), back, spans)
+    first = [int(i) for i in np.unique(tables.astype(np.int64) * 100 + slots, return_index=True)[1]]
+    once = RowList.of(tables[first], slots[first], widths, device)
     alone = torch.zeros(once.num_elements, dtype=dtype, device=DEVICE)
     gather_spans(run, spans, once, alone)
     scatter_spans(alone, once, back, spans)
     add_spans(alone, once, back, spans)
     again = torch.full_like(summed, 7)
-    for table, place in zip(once.tables, once.places, strict=True):
+    for table, slot in zip(once.tables, once.indices, strict=True):
         if starts[table] >= 0:
-            at = starts[table] + place * strides[table]
-            again[at : at + widths[table]] = 2 * summed[at : at + widths[table]]
+            start = starts[table] + slot * strides[table]
+            again[start : start + widths[table]] = 2 * summed[start : start + widths[table]]
     assert torch.equal(back.cpu(), again)
 
 
-def lookups(num_rows: int, num_positions: int, exponent: float = 1.05) -> torch.Tensor:
-    """Places drawn by a Zipf law: some rows are never used, one is used very often."""
+def zipf_indices(num_rows: int, num_positions: int, exponent: float = 1.05) -> torch.Tensor:
+    """Return row indices from a Zipf distribution: some rows are never used, one is used very often."""
     mass = torch.arange(1, num_rows + 1, dtype=torch.float64).pow(-exponent).cumsum(0)
-    places = torch.searchsorted(mass, torch.rand(num_positions, dtype=torch.float64) * mass[-1])
-    return torch.randperm(num_rows)[places.clamp(max=num_rows - 1)].to(torch.int32).to(DEVICE)
+    slots = torch.searchsorted(mass, torch.rand(num_positions, dtype=torch.float64) * mass[-1])
+    return torch.randperm(num_rows)[slots.clamp(max=num_rows - 1)].to(torch.int32).to(DEVICE)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize(("num_rows", "num_positions", "dim"), [(40, 3000, 8), (1, 1500, 5), (300, 200, 37), (3, 0, 4)])
-def test_sums_are_those_of_the_definition_to_the_bit(num_rows, num_positions, dim, dtype):
+def test_sum_by_index_is_bitwise_identical_to_reference(num_rows, num_positions, dim, dtype):
     torch.manual_seed(num_rows)
-    index = lookups(num_rows, num_positions)
+    index = zipf_indices(num_rows, num_positions)
     grad = torch.randn(num_positions, dim, device=DEVICE).to(dtype)
     wide = grad.to(torch.promote_types(dtype, torch.float32)).cpu()
     assert torch.equal(sum_by_index(grad, index, num_rows).cpu(), sum_by_index_reference(wide, index.cpu(), num_rows))
@@ -117,14 +117,14 @@ def test_sums_are_those_of_the_definition_to_the_bit(num_rows, num_positions, di
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [16, 37])
-def test_rows_are_taken_from_strided_rows(dim, dtype):
+def test_take_rows_accepts_strided_rows(dim, dtype):
     rows = torch.randn(50, dim + 3, device=DEVICE).to(dtype)[:, :dim]
     index = torch.randint(0, 50, (70,), device=DEVICE)
     assert torch.equal(take_rows(rows, index), rows[index])
 
 
 def columns_of(kind: str, num_rows: int, dim: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    """Weight and states as strided columns of one tensor of rows, or (16-bit weights) apart."""
+    """Return the weight and the state columns; the states are strided columns of one tensor."""
     widths = {"adagrad": [dim], "rowwise_adagrad": [1], "adam": [dim, dim], "rowwise_adam": [dim, 1]}.get(kind, [])
     states = list(torch.rand(num_rows, sum(widths) + 3, device=DEVICE)[:, : sum(widths)].split(widths, 1))
     return [torch.randn(num_rows, dim, device=DEVICE).to(dtype), *(states if widths else [])]
@@ -132,7 +132,7 @@ def columns_of(kind: str, num_rows: int, dim: int, dtype: torch.dtype) -> list[t
 
 @pytest.mark.parametrize(("dim", "dtype"), [(1, torch.float16), (16, torch.float32), (37, HALF)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_updates_are_those_of_the_definition_to_the_bit(kind, dim, dtype):
+def test_update_rows_is_bitwise_identical_to_reference(kind, dim, dtype):
     torch.manual_seed(dim)
     rule = RowRule(kind=kind, learning_rate=0.03, eps=1e-6, decay1=0.1, decay2=0.001, inverse_scale=1 / 3)
     columns = columns_of(kind, 60, dim, dtype)
@@ -141,11 +141,11 @@ def test_updates_are_those_of_the_definition_to_the_bit(kind, dim, dtype):
     index = torch.randperm(60, device=DEVICE)[:50]
     index[3] = -1
     update_rows(columns[0], columns[1:], grad, rule, index)
-    kept = index.cpu() >= 0
-    picked = [column[index.cpu()[kept]] for column in expected]
-    update_rows_reference(picked[0], picked[1:], grad.cpu()[kept], rule)
+    is_valid = index.cpu() >= 0
+    picked = [column[index.cpu()[is_valid]] for column in expected]
+    update_rows_reference(picked[0], picked[1:], grad.cpu()[is_valid], rule)
     for column, values, found in zip(expected, picked, columns, strict=True):
-        column[index.cpu()[kept]] = values
+        column[index.cpu()[is_valid]] = values
         assert torch.equal(found.cpu(), column)
 
 
@@ -167,15 +167,15 @@ ODD_VALUES = [
     float("-inf"),
     float("nan"),
 ]
-"""subnormal and too large ones of both types among them"""
+"""Values to round, with subnormal and too large numbers of both dtypes."""
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(
     ("kind", "dim", "has_index"), [("sgd", 16, False), ("rowwise_adagrad", 37, True), ("adam", 16, True)]
 )
-def test_updates_of_16_bit_rows_are_rounded_as_defined_to_the_bit(kind, dim, has_index, dtype):
-    """By the kernel, by the definition, and by the loop on a CPU."""
+def test_half_precision_row_update_rounding_is_bitwise(kind, dim, has_index, dtype):
+    """The kernel, the reference and the CPU loop round identically."""
     torch.manual_seed(dim)
     rule = RowRule(kind=kind, learning_rate=0.03, eps=1e-6, decay1=0.1, decay2=0.001, inverse_scale=1 / 3)
     columns = columns_of(kind, 60, dim, dtype)
@@ -201,9 +201,9 @@ def test_updates_of_16_bit_rows_are_rounded_as_defined_to_the_bit(kind, dim, has
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize(("num_keys", "num_positions"), [(50, 3000), (5000, 4097), (1, 10), (7, 1), (3, 0)])
-def test_keys_are_deduplicated_as_defined(num_keys, num_positions, dtype):
+def test_dedup_keys_equals_reference(num_keys, num_positions, dtype):
     torch.manual_seed(num_keys)
-    keys = (lookups(num_keys, num_positions) - num_keys // 2).to(dtype)
+    keys = (zipf_indices(num_keys, num_positions) - num_keys // 2).to(dtype)
     found = dedup_keys(keys)
     expected = dedup_keys_reference(keys)
     count = int(found.count)
@@ -215,8 +215,8 @@ def test_keys_are_deduplicated_as_defined(num_keys, num_positions, dtype):
     assert torch.equal(found.keys_P[found.inverse().long()], keys)
 
 
-def test_the_gradient_of_a_plain_sum_is_summed_too():
-    """Autograd gives it as one number seen from everywhere."""
+def test_row_gradient_of_plain_sum_is_reduced():
+    """Autograd passes the gradient of a sum as one expanded number."""
     rows = torch.zeros(5, 8, device=DEVICE, requires_grad=True)
     index = torch.tensor([1, 3, 3], device=DEVICE)
     gather_rows(rows, index).sum().backward()

@@ -1,4 +1,4 @@
-"""On a GPU too, every exact schedule is serial rearranged in time, and no lane makes the host wait for the device."""
+"""On a GPU, every exact schedule is bitwise identical to serial, and no lane synchronizes the host with the device."""
 
 import itertools
 from collections import Counter
@@ -21,7 +21,7 @@ GRID = list(itertools.product(["device", "dram", "disk"], ["sgd", "rowwise_adagr
 @pytest.mark.parametrize(
     ("number", "store", "optimizer", "window_cache"), [(i, *values) for i, values in enumerate(GRID)], ids=str
 )
-def test_exact_schedules_equal_serial_bit_for_bit_on_a_gpu(tmp_path, number, store, optimizer, window_cache):
+def test_exact_schedules_equal_serial_bitwise_on_gpu(tmp_path, number, store, optimizer, window_cache):
     job = Job(
         stream=STREAMS[number % 5],
         optimizer=optimizer,
@@ -37,13 +37,13 @@ def test_exact_schedules_equal_serial_bit_for_bit_on_a_gpu(tmp_path, number, sto
 @pytest.mark.parametrize(
     ("store", "optimizer", "dtype"), [("device", "rowwise_adagrad", "bfloat16"), ("dram", "adam", "float16")]
 )
-def test_rows_of_16_bits_are_those_of_serial_under_every_exact_schedule(store, optimizer, dtype):
+def test_half_precision_rows_equal_serial_for_every_schedule(store, optimizer, dtype):
     job = Job(store=store, optimizer=optimizer, dtype=dtype, device="cuda", num_steps=30)
     assert compare(Topology.single("cuda"), EXACT, job) == dict.fromkeys(EXACT, True)
 
 
 @pytest.mark.parametrize("stream", STREAMS)
-def test_nested_equals_serial_on_every_stream(stream):
+def test_nested_schedule_equals_serial_on_every_stream(stream):
     job = Job(stream=stream, store="dram", device="cuda")
     assert compare(Topology.single("cuda"), ["nested"], job) == {"nested": True}
 
@@ -56,7 +56,7 @@ def test_nested_equals_serial_on_every_stream(stream):
         ("ordered write-back", "distance_one"),
     ],
 )
-def test_a_broken_rule_is_noticed_on_a_gpu(rule, stream):
+def test_schedule_rule_violations_are_detected(rule, stream):
     job = Job(stream=stream, broken=rule, store="dram", device="cuda")
     assert compare(Topology.single("cuda"), ["nested"], job) == {"nested": False}
 
@@ -67,11 +67,11 @@ def steady_steps(training: Training, feed: LookaheadIterator, first: int, last: 
         training.pipeline.schedule.advance(TrainingStep(number=number, batch=next(feed), rates=rates), feed)
 
 
-@pytest.mark.filterwarnings("ignore::UserWarning")  # the debug mode and the profiler say that they are prototypes
+@pytest.mark.filterwarnings("ignore::UserWarning")  # the debug mode and the profiler warn that they are prototypes
 @pytest.mark.parametrize("window_cache", [False, True])
 @pytest.mark.parametrize(("store", "dtype"), [("device", "float32"), ("device", "bfloat16"), ("dram", "float32")])
 @pytest.mark.parametrize("schedule", ["frozen_window", "dual_buffer", "nested"])
-def test_no_lane_synchronises_with_the_device_in_steady_state(schedule, store, dtype, window_cache):
+def test_lanes_never_synchronize_in_steady_state(schedule, store, dtype, window_cache):
     job = Job(store=store, dtype=dtype, window_cache=window_cache, num_steps=40, device="cuda")
     training = Training(Topology.single("cuda"), schedule, job)
     feed = LookaheadIterator(batches_of(job, training.topology, 1))
@@ -85,13 +85,13 @@ def test_no_lane_synchronises_with_the_device_in_steady_state(schedule, store, d
         steady_steps(training, feed, 21, 30)
     calls = Counter(event.name() for event in profile.profiler.kineto_results.events())
     assert calls["cudaLaunchKernel"] > 100
-    # Two of each are the profiler's own, at its start and its end.
+    # The profiler itself makes two of these calls, at its start and at its end.
     assert calls["cudaDeviceSynchronize"] + calls["cudaStreamSynchronize"] <= 2, calls
     training.pipeline.close()
     training.engine.close()
 
 
-def test_times_of_parts_are_those_of_the_device():
+def test_timeline_parts_add_up_to_step_on_gpu():
     job = Job(num_steps=8, store="dram", device="cuda", num_samples=600, num_micro_batches=2)
     training = Training(Topology.single("cuda"), "nested", job)
     training.run()

@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PLUGIN = ROOT / "examples" / "plugin"
 
 
-def test_each_seam_of_the_table_has_its_dictionary_and_its_example() -> None:
+def test_contributing_lists_every_registry_with_example() -> None:
     rows = re.findall(
         r"^\| [^|]+ \| [^|]+ \| `([^`]+)` \| `([^`]+)` \| `(nestrec\.\w+)` \|$",
         (ROOT / "CONTRIBUTING.md").read_text(),

@@ -1,4 +1,4 @@
-"""Pages of the documentation hold what they say they hold."""
+"""Form of the pages of the documentation: included files, tables and lists of fields."""
 
 import dataclasses
 import re

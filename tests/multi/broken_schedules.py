@@ -1,4 +1,4 @@
-"""Schedules and stages that break one rule of correctness each, to see that the comparisons with `serial` notice."""
+"""Schedules and stages that each violate one rule of correctness, to test that comparisons with `serial` fail."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -19,25 +19,25 @@ CLASSES = {"dual_buffer": DualBufferSchedule, "frozen_window": FrozenWindowSched
 
 
 def keep_rows(batch: FetchedBatch[Any]) -> None:
-    """Rows of its own for a batch whose buffer will be filled anew before it is done with."""
-    for table in batch.rows.wait().tables.values():
+    """Copy the rows of a batch, because its buffer will be reused before the rows are written back."""
+    for table in batch.rows.result().tables.values():
         table.fetched.rows = table.fetched.rows.clone()
 
 
 class NoCopy(StageRunner):
-    """Shared-row copy is left out."""
+    """A stage runner that does not copy shared rows."""
 
     def copy_shared(self, older, following):
-        return following.shared.wait()
+        return following.shared.result()
 
 
 class WeightsOnlyCopy(StageRunner):
-    """Shared-row copy without the state of the optimiser."""
+    """A stage runner that copies the weights of shared rows but not their optimizer state."""
 
     def copy_shared(self, older, following):
-        working = older.rows.wait()
-        newer = following.batch.rows.wait()
-        shared = following.shared.wait()
+        working = older.rows.result()
+        newer = following.batch.rows.result()
+        shared = following.shared.result()
         for name, table in shared.tables.items():
             source = working.tables[name]
             target = newer.tables[name]
@@ -47,7 +47,7 @@ class WeightsOnlyCopy(StageRunner):
 
 
 class UpdateAfterEach(StageRunner):
-    """The optimiser runs after every micro-batch instead of once a step."""
+    """A stage runner that updates rows after every micro-batch instead of once per step."""
 
     @contextlib.contextmanager
     def step(self, step) -> Iterator[None]:
@@ -55,8 +55,8 @@ class UpdateAfterEach(StageRunner):
         with super().step(step):
             yield
 
-    def gradients(self, batch, micro_batch):
-        super().gradients(batch, micro_batch)
+    def exchange_gradients(self, batch, micro_batch):
+        super().exchange_gradients(batch, micro_batch)
         window = batch.window
         rates = self._rates
         label = self.label("train.embedding.update", "compute", batch.number, micro_batch)
@@ -66,7 +66,7 @@ class UpdateAfterEach(StageRunner):
 
 
 class LastFirst(ExchangeWindow):
-    """The order of sums is turned round: owners add the gradients of the last micro-batch first."""
+    """An exchange window with the reverse order of sums: owners add the gradients of the last micro-batch first."""
 
     def __init__(self, engine, routed, working) -> None:
         super().__init__(engine, routed, working)
@@ -82,14 +82,14 @@ class LastFirst(ExchangeWindow):
 
 class AddLastFirst(StageRunner):
     def fetch(self, keys, buffers=None):
-        return self.fetch_for(LastFirst, keys, buffers)
+        return self.fetch_with_window(LastFirst, keys, buffers)
 
 
 class WriteBackAfterGather(RowPrefetcher):
-    """A batch is written back only after the rows of the batch after the next were read."""
+    """A row prefetcher that writes a batch back after it has read the rows of the second next batch."""
 
-    def __init__(self, machine) -> None:
-        super().__init__(machine)
+    def __init__(self, runner) -> None:
+        super().__init__(runner)
         self._late: list[Callable[[], object]] = []
 
     def look_ahead(self, now, step, feed) -> None:
@@ -98,29 +98,29 @@ class WriteBackAfterGather(RowPrefetcher):
 
     def write_back(self, now, shared: Overlap) -> None:
         keep_rows(now)
-        self._late.append(lambda: self.machine.write_back(now, shared))
+        self._late.append(lambda: self.runner.write_back(now, shared))
 
 
 class UnorderedWriteBack(RowPrefetcher):
-    """Rows that the next batch holds are written back too, and after those of that batch."""
+    """A row prefetcher that also writes back rows shared with the next batch, and after the rows of that batch."""
 
-    def __init__(self, machine) -> None:
-        super().__init__(machine)
+    def __init__(self, runner) -> None:
+        super().__init__(runner)
         self._late: list[Callable[[], object]] = []
 
     def write_back(self, now, shared: Overlap) -> None:
-        self.machine.write_back(now, shared)
+        self.runner.write_back(now, shared)
         _run_all(self._late)
         keep_rows(now)
-        self._late.append(lambda: self.machine.write_back(now, None))
+        self._late.append(lambda: self.runner.write_back(now, None))
 
 
 class ReadBeforeDeferred(PrioritySchedule):
-    """Deferred gradients are applied after the rows of the next batch were read."""
+    """A schedule that applies deferred gradients after it has read the rows of the next batch."""
 
-    def look_beside(self, now, step, feed):
+    def start_next_batch(self, now, step, feed):
         if self._deferred is None:
-            return super().look_beside(now, step, feed)
+            return super().start_next_batch(now, step, feed)
         keep_rows(self._deferred.pair.older)
         pair = self._read_ahead(now, step, feed)
         self._finish_deferred()
@@ -128,30 +128,30 @@ class ReadBeforeDeferred(PrioritySchedule):
 
 
 class NeverSent(SemiAsyncSchedule):
-    """Gradients stay where they are, so that rows miss more and more updates."""
+    """A schedule that never sends deferred gradients, so that rows miss more and more updates."""
 
     def _send_deferred(self) -> None:
         pass
 
 
-MACHINES = {
+STAGE_RUNNERS = {
     "shared-row copy": NoCopy,
     "shared-row copy of state": WeightsOnlyCopy,
-    "one update a step": UpdateAfterEach,
+    "one update per step": UpdateAfterEach,
     "order of sums": AddLastFirst,
 }
-LOOKUPS = {"write-back before gather": WriteBackAfterGather, "ordered write-back": UnorderedWriteBack}
-SCHEDULES_OF_THEIR_OWN = {"deferred gradients": ReadBeforeDeferred, "one step late": NeverSent}
+ROW_PREFETCHERS = {"write-back before gather": WriteBackAfterGather, "ordered write-back": UnorderedWriteBack}
+BROKEN_SCHEDULES = {"deferred gradients": ReadBeforeDeferred, "one step late": NeverSent}
 
 
 def broken(rule: str, schedule: str) -> ScheduleSpec:
-    """A schedule that breaks this rule and no other."""
-    if rule in MACHINES:
-        build = type("Broken", (CLASSES[schedule],), {"machine_type": MACHINES[rule]})
-    elif rule in LOOKUPS:
-        build = type("Broken", (CLASSES[schedule],), {"lookup_type": LOOKUPS[rule]})
+    """Return a variant of a schedule that violates this rule and no other."""
+    if rule in STAGE_RUNNERS:
+        build = type("Broken", (CLASSES[schedule],), {"runner_type": STAGE_RUNNERS[rule]})
+    elif rule in ROW_PREFETCHERS:
+        build = type("Broken", (CLASSES[schedule],), {"lookup_type": ROW_PREFETCHERS[rule]})
     else:
-        build = SCHEDULES_OF_THEIR_OWN[rule]
+        build = BROKEN_SCHEDULES[rule]
     return ScheduleSpec(name=schedule, build=build, is_exact=False, splits=SCHEDULES.find(schedule).splits)
 
 

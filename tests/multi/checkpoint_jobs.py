@@ -15,18 +15,18 @@ NUM_KEYS, LAST_STEP = 200, 4
 
 
 def open_checkpoints(topology: Topology, folder: str) -> tuple[CheckpointManager, list[int]]:
-    """The checkpoints of all ranks, and the keys of this one."""
+    """Return the checkpoint manager of all ranks, and the keys of this rank."""
     peers = CheckpointGroup.of_topology(topology, timeout_s=60)
-    mine = np.flatnonzero(owner_of(np.arange(NUM_KEYS), topology.world) == topology.rank).tolist()
-    return CheckpointManager(folder, peers=peers, max_deltas=2), mine
+    own_keys = np.flatnonzero(owner_of(np.arange(NUM_KEYS), topology.world) == topology.rank).tolist()
+    return CheckpointManager(folder, peers=peers, max_deltas=2), own_keys
 
 
 def save_chain(topology: Topology, folder: str) -> None:
-    """Full and incremental checkpoints, all but the first in the background."""
-    checkpoints, mine = open_checkpoints(topology, folder)
+    """Save full and incremental checkpoints; all but the first are saved in the background."""
+    checkpoints, own_keys = open_checkpoints(topology, folder)
     for step in range(LAST_STEP + 1):
-        base = checkpoints.base_for_next()
-        touched = mine if base is None else [key for key in mine if key % 5 == step]
+        base = checkpoints.next_base_step()
+        touched = own_keys if base is None else [key for key in own_keys if key % 5 == step]
         content = RankCheckpoint(state={"step": step}, tables={"items": [make_rows(touched, step)]}, base=base)
         if step:
             checkpoints.save_async(step, content)
@@ -36,8 +36,8 @@ def save_chain(topology: Topology, folder: str) -> None:
 
 
 def load_chain(topology: Topology, folder: str) -> tuple[dict[int, float], dict[str, int]]:
-    """Key to first weight of what this rank owns, and the saved state."""
-    checkpoints, mine = open_checkpoints(topology, folder)
+    """Load the latest checkpoint; return the first weight of each key of this rank, and the saved state."""
+    checkpoints, own_keys = open_checkpoints(topology, folder)
     restored = checkpoints.restore_latest()
     assert restored is not None
     shard = topology.rank, topology.world
@@ -45,21 +45,21 @@ def load_chain(topology: Topology, folder: str) -> tuple[dict[int, float], dict[
     def owned(keys: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(owner_of(keys.numpy(), topology.world) == topology.rank)
 
-    found: dict[int, float] = {}
+    weights: dict[int, float] = {}
     for chunk in restored.rows("items", shard=shard, owned=owned):
-        found |= dict(zip(chunk["keys"].tolist(), chunk["weight"][:, 0].tolist(), strict=True))
-    assert sorted(found) == mine
-    return found, dict(restored.state)
+        weights |= dict(zip(chunk["keys"].tolist(), chunk["weight"][:, 0].tolist(), strict=True))
+    assert sorted(weights) == own_keys
+    return weights, dict(restored.state)
 
 
 def lose_a_peer(topology: Topology, folder: str) -> str:
-    """Rank 1 dies after the first save; what the others say of the second."""
-    checkpoints, mine = open_checkpoints(topology, folder)
-    checkpoints.save(1, RankCheckpoint(tables={"items": [make_rows(mine, 1)]}))
+    """Exit rank 1 after the first save, and return the name of the error of the second save on the other ranks."""
+    checkpoints, own_keys = open_checkpoints(topology, folder)
+    checkpoints.save(1, RankCheckpoint(tables={"items": [make_rows(own_keys, 1)]}))
     if topology.rank == 1:
         os._exit(9)
     try:
-        checkpoints.save(2, RankCheckpoint(tables={"items": [make_rows(mine, 2)]}))
+        checkpoints.save(2, RankCheckpoint(tables={"items": [make_rows(own_keys, 2)]}))
     except PeerLostError as error:
         return type(error).__name__
     return "saved"

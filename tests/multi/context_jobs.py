@@ -1,4 +1,4 @@
-"""Jobs that ranks run in the tests of context groups."""
+"""Jobs that ranks run in the tests of context parallelism."""
 
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -24,11 +24,11 @@ from nestrec.ops.context_parallel.token_partition import TokenPartition
 
 Kind = Literal["plain", "tables", "function", "local", "fuxi", "sasrec"]
 KINDS: tuple[Kind, ...] = ("plain", "tables", "function", "local", "fuxi", "sasrec")
-NORMALISER = 7.0
+NORMALIZER = 7.0
 
 
 class Case:
-    """Whole sequences, the same on every rank, and what each rank takes of them."""
+    """Random full sequences, equal on every rank, and their partition over the ranks."""
 
     def __init__(self, kind: Kind, lengths: list[int], size: int) -> None:
         generator = torch.Generator().manual_seed(sum(lengths) + len(lengths))
@@ -52,42 +52,42 @@ class Case:
         width = (3, 8) if kind == "fuxi" else (2, 4)
         self.grad = draw(num, *width)
 
-    def places(self, part: int) -> torch.Tensor:
-        return torch.from_numpy(self.parts.places(part))
+    def indices(self, part: int) -> torch.Tensor:
+        return torch.from_numpy(self.parts.global_indices(part))
 
-    def bias(self, tables: dict[str, torch.Tensor], places: torch.Tensor) -> RelativeBias:
-        own = (None, None) if self.times is None else tuple(x[places] for x in self.times)
-        return RelativeBias(**tables, time_T=own[0], query_time_T=own[1])
+    def bias(self, tables: dict[str, torch.Tensor], indices: torch.Tensor) -> RelativeBias:
+        times = (None, None) if self.times is None else tuple(x[indices] for x in self.times)
+        return RelativeBias(**tables, time_T=times[0], query_time_T=times[1])
 
 
 def attention(topology: Topology, kind: Kind, all_lengths: list[list[int]]) -> list[list[torch.Tensor]]:
-    """Of this rank's part of each batch of sequences: results, gradients of q, k, v and tables."""
+    """Return the output and the gradients of q, k, v and tables of this rank's part of each batch of sequences."""
     size = topology.world
-    ring = ContextRing(regrouped(topology, ParallelConfig(context=size)))
-    found = []
+    ring = ContextRing(regrouped(topology, ParallelConfig(context_parallel=size)))
+    results = []
     for lengths in all_lengths:
         case = Case(kind, lengths, size)
-        places = case.places(ring.rank)
+        indices = case.indices(ring.rank)
         context = ContextParallelGroup(case.parts, ring)
-        q, k, v = (x[places].requires_grad_() for x in (case.q, case.k, case.v))
+        q, k, v = (x[indices].requires_grad_() for x in (case.q, case.k, case.v))
         tables = {name: table.requires_grad_() for name, table in case.tables.items()}
-        out = attended(case, context, (q, k, v), case.bias(tables, places))
-        gradients = torch.autograd.grad(out, [q, k, v, *tables.values()], case.grad[places])
-        found.append([out.detach(), *gradients])
-    return found
+        out = forward(case, context, (q, k, v), case.bias(tables, indices))
+        gradients = torch.autograd.grad(out, [q, k, v, *tables.values()], case.grad[indices])
+        results.append([out.detach(), *gradients])
+    return results
 
 
-def attended(case: Case, context: ContextParallelGroup, qkv: tuple[Any, ...], bias: RelativeBias) -> torch.Tensor:
+def forward(case: Case, context: ContextParallelGroup, qkv: tuple[Any, ...], bias: RelativeBias) -> torch.Tensor:
     if case.kind == "sasrec":
         return softmax_attention_in_context(*qkv, context)
-    options: dict[str, Any] = {"normaliser": NORMALISER, "bias": bias, "rules": case.rules}
+    options: dict[str, Any] = {"normalizer": NORMALIZER, "bias": bias, "rules": case.rules}
     if case.kind == "fuxi":
         return torch.stack(fuxi_attention_in_context(*qkv, context, **options), dim=1)
     return hstu_attention_in_context(*qkv, context, **options)
 
 
-class OwnModel(nn.Module):
-    """A model of a user's own: it says itself which part of each sequence it has."""
+class CustomModel(nn.Module):
+    """A custom model that partitions its sequences itself."""
 
     def __init__(self, ring: ContextRing) -> None:
         super().__init__()
@@ -110,12 +110,12 @@ class OwnModel(nn.Module):
         return (states - batch["target"].values[:, None]).square().sum(), len(states)
 
 
-def train_own_model(topology: Topology, schedule: str, num_steps: int) -> list[float]:
-    """Losses of a pipeline on context groups of all ranks."""
-    topology = regrouped(topology, ParallelConfig(context=topology.world))
+def train_custom_model(topology: Topology, schedule: str, num_steps: int) -> list[float]:
+    """Train a pipeline with one context-parallel group of all ranks, and return its losses."""
+    topology = regrouped(topology, ParallelConfig(context_parallel=topology.world))
     ring = ContextRing(topology)
     pipeline = nestrec.TrainingPipeline(
-        OwnModel(ring),
+        CustomModel(ring),
         [nestrec.Table("items", rows=50, dim=6, features=("item",))],
         schedule=schedule,
         micro_batches=2,
@@ -123,12 +123,12 @@ def train_own_model(topology: Topology, schedule: str, num_steps: int) -> list[f
         topology=topology,
         context=ring,
     )
-    losses = [float(loss) for loss in pipeline.run(own_batches(ring, num_steps))]
+    losses = [float(loss) for loss in pipeline.run(partitioned_batches(ring, num_steps))]
     pipeline.close()
     return losses
 
 
-def own_batches(ring: ContextRing, num_steps: int) -> list[dict[str, Any]]:
+def partitioned_batches(ring: ContextRing, num_steps: int) -> list[dict[str, Any]]:
     batches = []
     for step in range(num_steps):
         draw = np.random.default_rng(step)
@@ -137,9 +137,9 @@ def own_batches(ring: ContextRing, num_steps: int) -> list[dict[str, Any]]:
         items = draw.integers(0, 50, lengths.sum())
         targets = draw.normal(size=lengths.sum())
         parts = TokenPartition(lengths, ring.size)
-        places = parts.places(ring.rank)
+        indices = parts.global_indices(ring.rank)
         offsets = torch.from_numpy(parts.offsets(ring.rank))
-        values = {"item": torch.from_numpy(items[places]), "target": torch.from_numpy(targets[places]).float()}
+        values = {"item": torch.from_numpy(items[indices]), "target": torch.from_numpy(targets[indices]).float()}
         fields = {name: nestrec.Jagged(x, offsets) for name, x in values.items()}
         batches.append({**fields, "length": torch.from_numpy(lengths)})
     return batches

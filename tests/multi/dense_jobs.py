@@ -1,4 +1,4 @@
-"""What ranks do in the tests of dense sums that begin inside the backward pass."""
+"""Jobs of ranks in the tests of dense all-reduces that overlap the backward pass."""
 
 import itertools
 import os
@@ -20,65 +20,65 @@ from nestrec.pipeline.dense.dense_optimizer import DenseOptimizer, OptimizerConf
 from nestrec.pipeline.dense.fsdp_layers import FSDPLayers
 from nestrec.pipeline.exchange_window import LossCompute
 
-THREE_BUCKETS = ParallelConfig(dense_bucket_mib=3e-5)
-"""Of the weights of `Tiny`: two that can be summed early, and the last."""
-_PATIENCE_S = 60.0
+THREE_BUCKETS = ParallelConfig(grad_bucket_mib=3e-5)
+"""Options with which the weights of `Tiny` form three buckets: two can be reduced early, and the last cannot."""
+_TIMEOUT_S = 60.0
 
 
 def train_late_and_early(topology: Topology, schedules: list[str], job: Job) -> list[list[dict[str, Any]]]:
-    """For each schedule what it gives with early sums and without; spans stay where they are."""
-    late = replace(job, ranks=replace(job.ranks, dense_overlap=False))
+    """Return the results of each schedule with and without overlap, except for the spans."""
+    late = replace(job, ranks=replace(job.ranks, overlap_grad_reduce=False))
     results = [[train(topology, name, j) for j in (job, late)] for name in schedules]
     return [[{k: v for k, v in r.items() if k != "spans"} for r in pair] for pair in results]
 
 
 class Pause(torch.autograd.Function):
-    """Its backward pass goes on when somebody has seen enough."""
+    """Identity whose backward pass calls `wait` before it continues."""
 
     @staticmethod
-    def forward(ctx, x, go_on):
-        ctx.go_on = go_on
+    def forward(ctx, x, wait):
+        ctx.wait = wait
         return x.clone()
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.go_on()
+        ctx.wait()
         return gradient, None
 
 
 def wait_for_sum(dense: DenseOptimizer, bytes_before: int) -> None:
-    """Until more bytes than before have been summed over all ranks; called inside a backward pass."""
-    deadline = time.monotonic() + _PATIENCE_S
+    """Wait inside a backward pass until more bytes than `bytes_before` have been summed over all ranks."""
+    deadline = time.monotonic() + _TIMEOUT_S
     while dense._sync.bytes_reduced <= bytes_before:
         assert time.monotonic() < deadline, "the sum of the last layer waits for the end of the backward pass"
         time.sleep(1e-3)
 
 
-class _Paused(nn.Module):
-    """`Tiny` with a stop between the gradients of its last layer and those of its first."""
+class _PausingModel(nn.Module):
+    """A variant of `Tiny` with a pause between the gradients of its last layer and those of its first."""
 
-    def __init__(self, go_on) -> None:
+    def __init__(self, wait) -> None:
         super().__init__()
         torch.manual_seed(3)
         self.mix, self.out = nn.Linear(8, 8), nn.Linear(8, 1)
-        self._go_on = go_on
+        self._wait = wait
 
     def forward(self, history: torch.Tensor, target: torch.Tensor, user: torch.Tensor) -> torch.Tensor:
-        state = Pause.apply(self.mix(history).mean(1) + user, self._go_on)
+        state = Pause.apply(self.mix(history).mean(1) + user, self._wait)
         return self.out(state * target).sin().sum()
 
 
 def spans_of_paused_backward(topology: Topology, schedule: str) -> list[Any]:
-    """Spans of a step whose last backward pass does not end before the first bucket is summed over all ranks."""
+    """Return the spans of a step whose last backward pass waits until the first bucket is summed over all ranks."""
     topology = regrouped(topology, THREE_BUCKETS)
     job = Job(num_steps=1, num_micro_batches=2, num_samples=4 * topology.world)
     passes = itertools.count(1)
 
-    def go_on() -> None:
+    def wait_in_last_pass() -> None:
         if next(passes) == job.num_micro_batches:
             wait_for_sum(dense, 0)
 
-    model = _Paused(go_on)
+    model = _PausingModel(wait_in_last_pass)
     engine = EmbeddingEngine(tables_of(job), topology)
     dense = DenseOptimizer(model, OptimizerConfig(), topology, topology.device)
     pipeline = PipelineCore.build(LossCompute(tiny_loss(model), topology.device), engine, dense, schedule)
@@ -91,16 +91,16 @@ def spans_of_paused_backward(topology: Topology, schedule: str) -> list[Any]:
 
 
 def gradient_in_two_parts(topology: Topology) -> None:
-    """A backward pass inside a backward pass can add to a gradient once more; here two passes do."""
+    """Add to a gradient twice by two backward passes, as a nested backward pass can do."""
     layers = [nn.Parameter(torch.ones(4)) for _ in range(2)]
-    sync = GradientReducer(layers, topology.dense, bucket_bytes=4, begins_early=True)
-    with sync.early_sums(lambda collective: None):
+    sync = GradientReducer(layers, topology.dense, bucket_bytes=4, overlaps_backward=True)
+    with sync.overlap_backward(lambda collective: None):
         for _ in range(2):
             layers[1].sum().backward()
 
 
 class _TwoLayers(nn.Module):
-    """Layers that can be sliced."""
+    """An encoder with layers that FSDP can shard."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class _TwoLayers(nn.Module):
 
 
 def die_in_pass(topology: Topology) -> None:
-    """The last rank dies in the backward pass of sliced layers, when the gradients of the last layer are there."""
+    """Exit the last rank in the backward pass of FSDP layers, after the gradients of the last layer."""
     model = nn.ModuleDict({"encoder": (encoder := _TwoLayers())})
     layers = FSDPLayers(model, topology)
     layers.empty_pass()

@@ -9,7 +9,7 @@ import torch
 
 from nestrec.base.errors import UserError
 from nestrec.distributed import GradientReducer, Topology
-from nestrec.distributed.collectives import agree, all_reduce_sum, raise_together
+from nestrec.distributed.collectives import all_reduce_sum, assert_same_on_all_ranks, raise_on_all_ranks
 from nestrec.distributed.topology import ParallelConfig
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, StoreConfig, TableConfig
 from nestrec.jagged import Jagged
@@ -20,10 +20,10 @@ LEARNING_RATE = 0.05
 
 
 def tables(kind: str, dtype: str = "float64", store: str = "device", folder: str = "") -> list[TableConfig]:
-    """A static table read by two features and a dynamic one."""
+    """Return a static table that is read by two features, and a dynamic table."""
     optimizer = RowOptimizerConfig(kind=kind)  # type: ignore[arg-type]
-    where = StoreConfig(kind=store, folder=folder, cache_rows=16)  # type: ignore[arg-type]
-    common: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer, "store": where}
+    store_config = StoreConfig(kind=store, folder=folder, cache_rows=16)  # type: ignore[arg-type]
+    common: dict[str, Any] = {"dtype": dtype, "optimizer": optimizer, "store": store_config}
     return [
         TableConfig(name="item", dim=6, num_rows=NUM_ROWS, features=("history", "target"), seed=1, **common),
         TableConfig(name="user", dim=3, seed=2, **common),
@@ -41,7 +41,7 @@ def global_batch(step: int) -> dict[str, np.ndarray]:
 
 
 def sample_loss(history: torch.Tensor, target: torch.Tensor, user: torch.Tensor) -> torch.Tensor:
-    """Sum of losses of samples from their vectors; not linear, so that errors grow."""
+    """Return the sum of the losses of samples; it is not linear, so that errors grow."""
     score = (history.mean(1) * target).sum(1) + user.sin().sum(1)
     return (score.sin() + (history**2).sum((1, 2)) * 0.1).sum() / NUM_SAMPLES
 
@@ -49,17 +49,17 @@ def sample_loss(history: torch.Tensor, target: torch.Tensor, user: torch.Tensor)
 def share(
     batch: dict[str, np.ndarray], rank: int, world: int, num_micro_batches: int, shares: list[int] | None = None
 ) -> list[dict]:
-    """A rank's samples in parts; `shares` are uneven numbers of samples of each rank."""
+    """Return the samples of a rank in micro-batches; `shares` is the number of samples per rank if it is not even."""
     counts = shares or [NUM_SAMPLES * (r + 1) // world - NUM_SAMPLES * r // world for r in range(world)]
     start = sum(counts[:rank])
-    mine = np.arange(start, start + counts[rank])
-    return [{name: keys[part] for name, keys in batch.items()} for part in np.array_split(mine, num_micro_batches)]
+    samples = np.arange(start, start + counts[rank])
+    return [{name: keys[part] for name, keys in batch.items()} for part in np.array_split(samples, num_micro_batches)]
 
 
 def train_step(engine: EmbeddingEngine, parts: list[dict], step: int) -> torch.Tensor:
-    """One serial step over a rank's parts; the loss of the global batch."""
+    """Run one serial step over the micro-batches of a rank and return the loss of the global batch."""
     routed = engine.route(*parts)
-    working = engine.fetch(routed, step=step)
+    working = engine.fetch_rows(routed, step=step)
     total = torch.zeros((), dtype=torch.float64)
     for number, part in enumerate(routed.micro_batches):
         vectors = {n: v.clone().requires_grad_() for n, v in engine.exchange_vectors(routed, working, number).items()}
@@ -80,10 +80,10 @@ def train_step(engine: EmbeddingEngine, parts: list[dict], step: int) -> torch.T
 
 
 def all_vectors(engine: EmbeddingEngine) -> dict[str, torch.Tensor]:
-    """Every vector that training can have touched, on every rank."""
-    everything = {"history": np.arange(NUM_ROWS), "target": np.empty(0, np.int64), "user": np.arange(-20, 20) * 2**57}
-    found = engine.lookup_readonly(everything)
-    return {"item": found["history"], "user": found["user"]}
+    """Return the vectors of all keys that training can have used, on every rank."""
+    all_keys = {"history": np.arange(NUM_ROWS), "target": np.empty(0, np.int64), "user": np.arange(-20, 20) * 2**57}
+    vectors = engine.lookup_readonly(all_keys)
+    return {"item": vectors["history"], "user": vectors["user"]}
 
 
 def train(  # noqa: PLR0917
@@ -116,7 +116,7 @@ def train(  # noqa: PLR0917
 
 
 def save(topology: Topology, folder: str) -> list[str]:
-    """Train a little and leave this rank's shard in a file."""
+    """Train for a few steps and write this rank's shard to a file."""
     engine = EmbeddingEngine(tables("adam"), topology)
     for step in range(1, 6):
         train_step(engine, share(global_batch(step), topology.rank, topology.world, 1), step)
@@ -125,19 +125,20 @@ def save(topology: Topology, folder: str) -> list[str]:
 
 
 def load(topology: Topology, source: str, target: str | None) -> tuple[list[str], list[float], list[int]]:
-    """Load shards written by any number of ranks; digests, the losses of two more steps, rows taken."""
+    """Load shards that any number of ranks wrote; return digests, losses of two more steps and numbers of rows."""
     engine = EmbeddingEngine(tables("adam"), topology)
-    taken = []
+    num_loaded = []
     for name in engine.tables:
         files = sorted(Path(source).glob(f"{name}.*.pt"))
-        taken.append(engine.load(name, (chunk for file in files for chunk in torch.load(file, weights_only=True))))
+        chunks = (chunk for file in files for chunk in torch.load(file, weights_only=True))
+        num_loaded.append(engine.load(name, chunks))
     if target is not None:
         _write(engine, target)
     digests = [engine.digest(name) for name in engine.tables]
     losses = [
         float(train_step(engine, share(global_batch(step), topology.rank, topology.world, 1), step)) for step in (6, 7)
     ]
-    return digests, losses, taken
+    return digests, losses, num_loaded
 
 
 def _write(engine: EmbeddingEngine, folder: str) -> None:
@@ -147,14 +148,18 @@ def _write(engine: EmbeddingEngine, folder: str) -> None:
 
 
 def route_round_trip(topology: Topology, keys_of_ranks: list[list[list[int]]], num_micro_batches: int) -> int:
-    """Every rank asks for its keys; vectors that come back must be those of the keys, sums of gradients the counts."""
+    """Look up the keys of every rank, and check the vectors and the sums of gradients, which are counts of keys.
+
+    Returns:
+        The number of keys that this rank owns.
+    """
     table = TableConfig(name="t", dim=2, dtype="float64", seed=9)
     alone = EmbeddingEngine([table], Topology.single())
     engine = EmbeddingEngine([table], topology)
-    mine = [np.array(k, np.int64) for k in keys_of_ranks[topology.rank]]
-    routed = engine.route(*[{"t": keys} for keys in mine])
-    working = engine.fetch(routed, step=1)
-    for number, keys in enumerate(mine):
+    micro_batches = [np.array(k, np.int64) for k in keys_of_ranks[topology.rank]]
+    routed = engine.route(*[{"t": keys} for keys in micro_batches])
+    working = engine.fetch_rows(routed, step=1)
+    for number, keys in enumerate(micro_batches):
         index = routed.micro_batches[number].index["t"]
         vectors = engine.exchange_vectors(routed, working, number)["t"]
         assert torch.equal(gather_rows(vectors, index), alone.lookup_readonly({"t": keys})["t"])
@@ -162,11 +167,11 @@ def route_round_trip(topology: Topology, keys_of_ranks: list[list[list[int]]], n
         engine.accumulate(routed, working, {"t": counts[:, None].expand(-1, 2).contiguous()}, number)
     owned = routed.owned["t"]
     assert len(set(owned.tolist())) == len(owned)
-    everyone = [key for rank in keys_of_ranks for part in rank for key in part]
+    all_keys = [key for rank in keys_of_ranks for part in rank for key in part]
     gradient = working.tables["t"].gradient
-    for place, key in enumerate(owned.tolist()):
+    for index, key in enumerate(owned.tolist()):
         assert gradient is not None
-        assert gradient[place].tolist() == [everyone.count(key)] * 2
+        assert gradient[index].tolist() == [all_keys.count(key)] * 2
     return len(owned)
 
 
@@ -178,18 +183,18 @@ def top_k(topology: Topology, with_exclusion: bool) -> tuple[torch.Tensor, torch
     queries = torch.randn(9, 6, generator=draw)
     queries[4] = 0  # all scores tie
     seen = [torch.randint(0, NUM_ROWS, (n % 4 * 20,), generator=draw) for n in range(9)]
-    mine = slice(9 * topology.rank // topology.world, 9 * (topology.rank + 1) // topology.world)
-    exclude = Jagged.from_rows([torch.empty(0, dtype=torch.int64), *seen[mine]]) if with_exclusion else None
+    local_slice = slice(9 * topology.rank // topology.world, 9 * (topology.rank + 1) // topology.world)
+    exclude = Jagged.from_rows([torch.empty(0, dtype=torch.int64), *seen[local_slice]]) if with_exclusion else None
     if exclude is not None:
         exclude = Jagged(exclude.values, exclude.offsets[1:])
-    before = engine.digest("item"), engine.shards["item"].residency.num_rows
-    found = engine.top_k("item", queries[mine], 7, exclude=exclude, candidates=range(1, NUM_ROWS))
-    assert before == (engine.digest("item"), engine.shards["item"].residency.num_rows)
-    return found
+    before = engine.digest("item"), engine.shards["item"].key_index.num_rows
+    result = engine.top_k("item", queries[local_slice], 7, exclude=exclude, candidates=range(1, NUM_ROWS))
+    assert before == (engine.digest("item"), engine.shards["item"].key_index.num_rows)
+    return result
 
 
 def top_k_of_hashed(topology: Topology, num_rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The best ids for one query, and the scores of all ids by the vectors that lookups find."""
+    """Return scores and ids of the top 5 for one query, and the scores of all ids computed from looked-up vectors."""
     engine = EmbeddingEngine([TableConfig(name="t", dim=3, num_rows=num_rows, is_hashed=True)], topology)
     query = torch.tensor([[1.0, -2.0, 0.5]])
     scores, ids = engine.top_k("t", query, 5, candidates=np.arange(1, 40))
@@ -214,20 +219,20 @@ def die_in_step(topology: Topology) -> None:
     engine = EmbeddingEngine(tables("sgd"), topology)
     [part] = share(global_batch(1), topology.rank, topology.world, 1)
     routed = engine.route(part)
-    working = engine.fetch(routed, step=1)
+    working = engine.fetch_rows(routed, step=1)
     if topology.rank == 1:
         os._exit(9)
     for _ in range(3):
         engine.exchange_vectors(routed, working)
 
 
-def own_error(topology: Topology) -> None:
+def error_on_rank_1(topology: Topology) -> None:
     error = UserError("is full", option="disk", value="/data", remedy="free space") if topology.rank == 1 else None
-    raise_together(topology.control, error)
+    raise_on_all_ranks(topology.control, error)
 
 
-def disagree(topology: Topology) -> None:
-    agree(topology.control, "seed", {"seed": topology.rank // 2})
+def different_values(topology: Topology) -> None:
+    assert_same_on_all_ranks(topology.control, "seed", {"seed": topology.rank // 2})
 
 
 def dense_sums(topology: Topology) -> tuple[list[torch.Tensor], list[str]]:
@@ -244,17 +249,17 @@ def dense_sums(topology: Topology) -> tuple[list[torch.Tensor], list[str]]:
 
 
 def mesh(topology: Topology) -> dict[str, Any]:
-    """Sums of rank + 1 over each axis, and how many keys of a static table the replica group holds together."""
+    """Return sums of rank + 1 over each axis, and the number of slots of a static table in the replica group."""
     sums = {}
     for communicator in (topology.keys, topology.replicas, topology.dense):
         total = torch.tensor([topology.rank + 1])
         all_reduce_sum(communicator, total)
         sums[communicator.name] = int(total)
     table = TableConfig(name="t", dim=2, num_rows=30)
-    slots = torch.tensor([EmbeddingEngine([table], topology).shards["t"].residency.num_slots])
+    slots = torch.tensor([EmbeddingEngine([table], topology).shards["t"].key_index.num_slots])
     all_reduce_sum(topology.keys, slots)
     return {"replica": topology.replica, "shard": topology.shard, **sums, "slots": int(slots)}
 
 
-def torchrun_like(topology: Topology, ranks: ParallelConfig) -> None:
+def create_topology(topology: Topology, ranks: ParallelConfig) -> None:
     Topology.of_process_group(torch.device("cpu"), ranks)

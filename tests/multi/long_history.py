@@ -1,10 +1,11 @@
-"""What a rank of a context group keeps, computes and sends for one long history.
+"""Measures the memory, compute and traffic per rank of a context-parallel group for one long history.
 
     python tests/multi/long_history.py --tokens 20000 --layers 1 --json FILE
 
-One forward and backward pass of HSTU. `kept_mib` is what autograd keeps of the activations from forward to backward,
-the most of any rank; `pairs_of_most` the pairs of the rank with most over the mean; `sent_mib` what a rank sends in the
-pass; `loss_difference` and `gradient_difference` are against one rank, relative.
+The script runs one forward and backward pass of HSTU. `kept_mib` is the memory of the activations that autograd saves
+for the backward pass (maximum over ranks), `pairs_of_most` the largest number of pairs of a rank divided by the mean,
+and `sent_mib` the traffic of a rank in the pass. `loss_difference` and `gradient_difference` are relative differences
+from one rank.
 """
 
 import argparse
@@ -29,54 +30,54 @@ from nestrec.ops.context_parallel.token_partition import TokenPartition, blocks_
 from nestrec.report.result_file import write_frame
 from support.rank_pool import RankPool
 
-Found = dict[str, Any]
+Result = dict[str, Any]
 
 
-def one_pass(topology: Topology, num_tokens: int, num_layers: int) -> Found:
-    """Of this rank."""
-    topology = regrouped(topology, ParallelConfig(context=topology.world))
+def one_pass(topology: Topology, num_tokens: int, num_layers: int) -> Result:
+    """Run a forward and backward pass and return the measurements of this rank."""
+    topology = regrouped(topology, ParallelConfig(context_parallel=topology.world))
     ring = ContextRing(topology)
     parts = TokenPartition(np.array([num_tokens]), topology.world)
     torch.manual_seed(1)
     device = topology.device
     model = HSTU(HSTUConfig(dim=32, head_dim=32, num_layers=num_layers, dropout=0.1, max_length=num_tokens)).to(device)
-    places = torch.from_numpy(parts.places(ring.rank))
-    vectors = torch.randn(num_tokens, 32)[places].to(device).requires_grad_()
+    indices = torch.from_numpy(parts.global_indices(ring.rank))
+    vectors = torch.randn(num_tokens, 32)[indices].to(device).requires_grad_()
     info = SequenceInfo(
         offsets=torch.from_numpy(parts.offsets(ring.rank)).to(device),
         max_length=num_tokens,
         position_T=torch.from_numpy(parts.positions(ring.rank)).to(device),
-        token_key_T=(places * 977).to(device),
+        token_key_T=(indices * 977).to(device),
         context=ContextParallelGroup(parts, ring),
     )
-    kept: dict[int, int] = {}
+    saved_bytes: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
 
-    def keep(x: torch.Tensor) -> torch.Tensor:
+    def record_saved(x: torch.Tensor) -> torch.Tensor:
         memory = x.untyped_storage()
         if memory.data_ptr() not in weights:
-            kept[memory.data_ptr()] = memory.nbytes()
+            saved_bytes[memory.data_ptr()] = memory.nbytes()
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(record_saved, lambda x: x):
         states = model(vectors, info)
     loss = states.square().sum() / num_tokens
     loss.backward()
     sums = torch.cat([loss.detach()[None], *(p.grad.flatten() for p in model.parameters() if p.grad is not None)])
     all_reduce_sum(topology.dense, sums)
     pairs = [b.num_pairs for p in range(parts.size) for b in blocks_of(parts, ring.rank, p, PLAIN)]
-    return {"kept": sum(kept.values()), "pairs": sum(pairs), "sent": ring.bytes_sent, "sums": sums.cpu()}
+    return {"saved": sum(saved_bytes.values()), "pairs": sum(pairs), "sent": ring.bytes_sent, "sums": sums.cpu()}
 
 
-def row_of(world: int, tokens: int, found: list[Found], alone: torch.Tensor) -> dict[str, Any]:
-    pairs = [rank["pairs"] for rank in found]
-    sums = found[0]["sums"].double()
+def row_of(world: int, tokens: int, results: list[Result], alone: torch.Tensor) -> dict[str, Any]:
+    pairs = [rank["pairs"] for rank in results]
+    sums = results[0]["sums"].double()
     return {
         "ranks": world,
         "tokens": tokens,
-        "kept_mib": round(max(rank["kept"] for rank in found) / 2**20, 2),
+        "kept_mib": round(max(rank["saved"] for rank in results) / 2**20, 2),
         "pairs_of_most": round(max(pairs) / (sum(pairs) / world), 4),
-        "sent_mib": round(max(rank["sent"] for rank in found) / 2**20, 2),
+        "sent_mib": round(max(rank["sent"] for rank in results) / 2**20, 2),
         "loss_difference": float(f"{abs(sums[0] / alone[0] - 1):.1e}"),
         "gradient_difference": float(f"{(sums[1:] - alone[1:]).norm() / alone[1:].norm():.1e}"),
     }
@@ -90,15 +91,15 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    found = [one_pass(Topology.single(options.device), options.tokens, options.layers)]
-    alone = found[0]["sums"].double()
-    rows = [row_of(1, options.tokens, found, alone)]
+    results = [one_pass(Topology.single(options.device), options.tokens, options.layers)]
+    alone = results[0]["sums"].double()
+    rows = [row_of(1, options.tokens, results, alone)]
     print(json.dumps(rows[-1]), flush=True)
     for world in map(int, options.worlds.split(",")):
         pool = RankPool(world, timeout_s=600, device=options.device)
-        found = pool.outcomes(one_pass, options.tokens, options.layers, timeout_s=600)
-        assert all(isinstance(each, dict) for each in found), found
-        rows.append(row_of(world, options.tokens, found, alone))
+        results = pool.outcomes(one_pass, options.tokens, options.layers, timeout_s=600)
+        assert all(isinstance(each, dict) for each in results), results
+        rows.append(row_of(world, options.tokens, results, alone))
         print(json.dumps(rows[-1]), flush=True)
         pool.close()
         if options.json:

@@ -1,4 +1,4 @@
-"""Weights averaged over replica groups, in one process: the definition, in which every row is averaged."""
+"""Reference implementation of weight averaging over replica groups: one process, and every row is averaged."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,36 +16,39 @@ from nestrec.pipeline.exchange_window import ExchangeWindow, LossCompute
 
 
 class Group:
-    """A replica group: all its ranks and shards in one engine."""
+    """A replica group whose ranks and shards are simulated by one engine."""
 
     def __init__(self, job: Job, replica: int, world: int) -> None:
         self.job = job
         self.engine = EmbeddingEngine(tables_of(job), Topology.single())
         self.model = Tiny().to(getattr(torch, job.dtype))
         self.dense = DenseOptimizer(self.model, OptimizerConfig(), Topology.single(), torch.device("cpu"))
-        shards = world // job.ranks.replicas
+        shards = world // job.ranks.num_replicas
         self._batches = [_batches_of_rank(job, replica * shards + s, world) for s in range(shards)]
 
     def step(self, number: int, rate: float) -> torch.Tensor:
-        """Vectors, gradients and the group's own update; the loss. Owners add in order of (micro-batch, source)."""
-        of_ranks = [next(batches) for batches in self._batches]
-        parts = [part for of_part in zip(*(b.micro_batches for b in of_ranks), strict=True) for part in of_part]
+        """Run a training step of this group without averaging, and return the loss.
+
+        Gradients of a row are added in the order (micro-batch, source rank).
+        """
+        batches = [next(iterator) for iterator in self._batches]
+        parts = [part for group in zip(*(b.micro_batches for b in batches), strict=True) for part in group]
         routed = self.engine.route(*[part.keys for part in parts], window_cache=self.job.window_cache)
-        working = self.engine.fetch(routed, step=number)
+        working = self.engine.fetch_rows(routed, step=number)
         window = ExchangeWindow(self.engine, routed, working)
         compute = LossCompute(tiny_loss(self.model), torch.device("cpu"))
         loss = torch.zeros(())
         for i, part in enumerate(parts):
             window.receive(i)
-            of_part, gradients = compute.forward_backward(
-                part, window.vectors(i), routed.micro_batches[i].index, of_ranks[0].weight
+            part_loss, gradients = compute.forward_backward(
+                part, window.vectors(i), routed.micro_batches[i].index, batches[0].weight
             )
-            loss = loss + of_part
-            window.keep(i, gradients)
+            loss = loss + part_loss
+            window.store_gradients(i, gradients)
             window.send(i)
         for table in working.tables.values():
             assert table.gradient is not None
-            table.gradient = table.gradient * self.job.ranks.replicas  # the mean over the group's own samples
+            table.gradient = table.gradient * self.job.ranks.num_replicas  # mean over the samples of this group
         self.engine.update_rows(working, learning_rate=rate)
         self.engine.write_back(working)
         return loss
@@ -58,8 +61,8 @@ def _batches_of_rank(job: Job, rank: int, world: int) -> Iterator[Batch]:
 def average(groups: list[Group], step: int, *, with_state: bool) -> None:
     for name in groups[0].engine.tables:
         shards = [group.engine.shards[name] for group in groups]
-        keys = np.unique(np.concatenate([shard.residency.rows_since(-1)[0] for shard in shards]))
-        fetched = [shard.fetch(keys, step) for shard in shards]
+        keys = np.unique(np.concatenate([shard.key_index.rows_since(-1)[0] for shard in shards]))
+        fetched = [shard.fetch_rows(keys, step) for shard in shards]
         layout = shards[0].layout
         for column in layout.columns if with_state else layout.columns[:1]:
             copies = [layout.view(rows.rows, column.name).clone() for rows in fetched]
@@ -71,22 +74,27 @@ def average(groups: list[Group], step: int, *, with_state: bool) -> None:
 
 
 def simulate(job: Job, world: int) -> list[dict[str, Any]]:
-    """For each replica group what `schedule_jobs.train` gives on its ranks."""
-    groups = [Group(job, replica, world) for replica in range(job.ranks.replicas)]
-    losses, seen = [], {}
+    """Return the expected result of `schedule_jobs.train` for each replica group."""
+    groups = [Group(job, replica, world) for replica in range(job.ranks.num_replicas)]
+    losses = []
+    states = {}
     for number in range(1, job.num_steps + 1):
-        of_groups = [group.step(number, 0.1 / number**0.5) for group in groups]
-        for of_copies in zip(*(group.model.parameters() for group in groups), strict=True):
-            total = sum(p.grad if p.grad is not None else torch.zeros_like(p) for p in of_copies)
-            for parameter in of_copies:
+        group_losses = [group.step(number, 0.1 / number**0.5) for group in groups]
+        for replicas in zip(*(group.model.parameters() for group in groups), strict=True):
+            total = sum(p.grad if p.grad is not None else torch.zeros_like(p) for p in replicas)
+            for parameter in replicas:
                 parameter.grad = total.clone()
-        sums = torch.stack([sum(loss.double() for loss in of_groups), torch.zeros((), dtype=torch.float64)])
+        sums = torch.stack([sum(loss.double() for loss in group_losses), torch.zeros((), dtype=torch.float64)])
         totals = [group.dense.apply(sums, job.dense_rate / number**0.5) for group in groups]
         losses.append(float(totals[0].loss))
         is_fence = number == job.num_steps or number in job.fences
-        period = job.replica_sync.every
+        period = job.replica_sync.every_steps
         if number % period == 0 or is_fence:
-            average(groups, number, with_state=is_fence or number % (period * job.replica_sync.state_every) == 0)
+            average(
+                groups, number, with_state=is_fence or number % (period * job.replica_sync.state_every_averages) == 0
+            )
         if is_fence:
-            seen[number] = [[group.engine.digest(name) for name in group.engine.tables] for group in groups]
-    return [{"losses": losses, "seen": {n: tables[r] for n, tables in seen.items()}} for r in range(len(groups))]
+            states[number] = [[group.engine.digest(name) for name in group.engine.tables] for group in groups]
+    return [
+        {"losses": losses, "fence_states": {n: tables[r] for n, tables in states.items()}} for r in range(len(groups))
+    ]

@@ -28,7 +28,7 @@ NUM_ROWS, LENGTH, DIM = 4000, 4, 8
 
 @dataclass(frozen=True)
 class Job:
-    """What is trained. The schedule is given beside it, so that one job has one right answer."""
+    """Settings of a training job, without the schedule, so that each job has one correct result."""
 
     stream: str = "zipf"
     optimizer: str = "adam"
@@ -39,23 +39,23 @@ class Job:
     num_steps: int = 60
     num_samples: int = 12
     shares: tuple[int, ...] | None = None
-    """samples of each rank; none: near equal"""
+    """Number of samples per rank; if None, the numbers are nearly equal."""
     short_steps: Mapping[int, int] = field(default_factory=dict)
-    """step to its number of samples, where it has fewer"""
+    """Steps with fewer samples, and their number of samples."""
     fences: tuple[int, ...] = ()
-    """steps after which the tables are looked at"""
+    """Steps after which the state is compared."""
     restart_after: int | None = None
-    """a fence at which everything is saved, thrown away and loaded again"""
+    """Fence at which the state is saved, discarded and loaded again."""
     admission: Mapping[str, Any] = field(default_factory=dict)
-    """store options of the dynamic table"""
+    """Store options of the dynamic table."""
     broken: str | None = None
-    """rule of correctness to break"""
+    """Name of the rule of correctness that the schedule violates."""
     bad_step: int | None = None
-    """step in which the last rank asks for a key that no table has"""
+    """Step in which the last rank looks up a key that is out of range."""
     stale_steps: int = 1
     device: str = "cpu"
     dtype: str = "float32"
-    """of tables and dense weights; dense weights beside 16-bit tables are float32"""
+    """Type of tables and dense weights; if tables have 16 bits, dense weights are float32."""
     moment_scale: float = 1.0
     dense_rate: float = 0.01
     ranks: ParallelConfig = field(default_factory=ParallelConfig)
@@ -63,16 +63,16 @@ class Job:
 
 
 def keys_of(stream: str, step: int, num_samples: int) -> dict[str, np.ndarray]:
-    """The keys of a global batch. Streams are named by the overlaps that they force."""
+    """Return the keys of a global batch. Streams are named by the overlap of their batches."""
     draw = np.random.default_rng([hash_of(stream), step])
     shape = (num_samples, LENGTH)
     if stream == "zipf":
         item = np.minimum(draw.zipf(1.2, shape), NUM_ROWS) - 1
-    elif stream == "distance_one":  # half of a step's keys are the next step's, none those of the one after
+    elif stream == "distance_one":  # half of the keys of a step occur in the next step, none in the step after it
         item = (24 * step + draw.integers(0, 48, shape)) % NUM_ROWS
-    elif stream == "distance_two":  # even and odd steps share nothing, steps of one kind nearly everything
+    elif stream == "distance_two":  # even and odd steps share no keys; two even or two odd steps share nearly all
         item = 100 * (step % 2) + draw.integers(0, 30, shape)
-    elif stream == "alternating":  # the keys of the first half of the samples are those of the other half a step later
+    elif stream == "alternating":  # the halves of a batch have different keys, and swap them in every step
         item = 100 * ((step + (np.arange(num_samples) >= num_samples // 2)) % 2)[:, None] + draw.integers(0, 30, shape)
     elif stream == "all_equal":
         item = np.full(shape, 7)
@@ -131,29 +131,29 @@ def batches_of(job: Job, topology: Topology, first_step: int) -> Iterator[Batch]
         counts = np.minimum(np.array(job.shares or [num_samples] * world), num_samples)
         if job.shares is None or num_samples != job.num_samples:
             counts = np.diff(np.linspace(0, num_samples, world + 1).astype(int))
-        mine = np.arange(counts[: topology.rank].sum(), counts[: topology.rank + 1].sum())
+        local_samples = np.arange(counts[: topology.rank].sum(), counts[: topology.rank + 1].sum())
         parts = [
             MicroBatch(part, {name: values[part] for name, values in keys.items()}, {}, LENGTH, len(part))
-            for part in np.array_split(mine, job.num_micro_batches)
+            for part in np.array_split(local_samples, job.num_micro_batches)
         ]
         yield Batch(
             BatchPosition(0, step),
             float(num_samples),
             np.arange(num_samples),
             tuple(parts),
-            tokens=np.full(len(mine), LENGTH),
+            tokens=np.full(len(local_samples), LENGTH),
         )
 
 
 class Training:
-    """A rank's engine, model and schedule, and what is recorded of them."""
+    """Engine, model and schedule of a rank, with records of its results."""
 
     def __init__(self, topology: Topology, schedule: str, job: Job) -> None:
         self.topology = topology
         self.schedule = schedule
         self.job = job
         self.losses: list[torch.Tensor] = []
-        self.seen: dict[int, Any] = {}
+        self.fence_states: dict[int, Any] = {}
         self.spans: list[Span] = []
         self._open()
 
@@ -168,9 +168,9 @@ class Training:
             self.steps(1, last)
         issued = self.topology.log.entries()[-(self.topology.log.count - start) :] if self.topology.world > 1 else []
         result = {
-            **self._look(),
+            **self._state(),
             "losses": torch.stack(self.losses).tolist(),
-            "seen": self.seen,
+            "fence_states": self.fence_states,
             "issued": issued,
             "statistics": self.engine.statistics,
             "spans": self.spans,
@@ -204,61 +204,64 @@ class Training:
             step = TrainingStep(number=number, batch=next(feed), rates=rates, is_fence=is_fence)
             self.losses.append(self.pipeline.schedule.advance(step, feed).loss)
             if is_fence:
-                self.seen[number] = self._look()
+                self.fence_states[number] = self._state()
         self.pipeline.schedule.close()
         self.spans += self.pipeline.tracer.take()
 
-    def _look(self) -> dict[str, Any]:
+    def _state(self) -> dict[str, Any]:
         dense = {
             name: hashlib.sha256(t.cpu().numpy().tobytes()).hexdigest() for name, t in self.dense.tensors().items()
         }
         return {"tables": [self.engine.digest(name) for name in self.engine.tables], "dense": dense}
 
     def _uses(self) -> dict[str, list[list[int]]]:
-        """Of dynamic tables: keys, uses and last steps of their rows."""
+        """Return the keys, use counts and last steps of the rows of dynamic tables."""
         chunks = {
             name: list(self.engine.snapshot(name)) for name, t in self.engine.tables.items() if t.num_rows is None
         }
         columns = ("keys", "uses", "last_step")
-        # A shard may have no row at all, and so no chunk.
-        return {name: [[n for c in found for n in c[of].tolist()] for of in columns] for name, found in chunks.items()}
+        # A shard can be empty and then has no chunk.
+        return {
+            name: [[n for chunk in table for n in chunk[column].tolist()] for column in columns]
+            for name, table in chunks.items()
+        }
 
     def _restart(self) -> None:
         rows = {name: list(self.engine.snapshot(name)) for name in self.engine.tables}
-        waiting = {name: self.engine.unsettled(name) for name in self.engine.tables}
+        pending = {name: self.engine.pending_key_state(name) for name in self.engine.tables}
         tensors = {name: t.clone() for name, t in self.dense.tensors().items()}
         self.engine.close()
         self._open()
         self.dense.load(tensors)
         for name in self.engine.tables:
             self.engine.load(name, rows[name])
-            self.engine.load_unsettled(name, waiting[name])
+            self.engine.load_pending_key_state(name, pending[name])
 
 
 def train(topology: Topology, schedule: str, job: Job) -> dict[str, Any]:
-    """The state after the last step, and after every fence."""
+    """Train and return the state after the last step and after every fence."""
     return Training(regrouped(topology, job.ranks), schedule, job).run()
 
 
-def train_until_refused(topology: Topology, schedule: str, job: Job, last: int | None = None) -> dict[str, Any]:
-    """Steps made, what they left, and why the next one was not; at most `last` steps of those that the feed holds."""
+def train_until_rejected(topology: Topology, schedule: str, job: Job, last: int | None = None) -> dict[str, Any]:
+    """Train until a batch is rejected, or until step `last`, and return the results of the steps and the error."""
     training = Training(regrouped(topology, job.ranks), schedule, job)
     try:
         training.steps(1, last or job.num_steps)
         error = None
-    except UserError as refused:
-        error = str(refused)
-        training.pipeline.schedule.abandon(refused)
+    except UserError as caught:
+        error = str(caught)
+        training.pipeline.schedule.abort(caught)
     losses = torch.stack(training.losses).tolist()
     training.engine.close()
-    return {"error": error, "steps": len(losses), "losses": losses, "seen": training.seen}
+    return {"error": error, "steps": len(losses), "losses": losses, "fence_states": training.fence_states}
 
 
 _topologies: dict[ParallelConfig, Topology] = {}
 
 
 def regrouped(topology: Topology, ranks: ParallelConfig) -> Topology:
-    """The same ranks in other replica groups; groups are made once in a process."""
+    """Return a topology of the same ranks with other options; process groups are created once per process."""
     if topology.world == 1 or ranks == ParallelConfig():
         return topology
     if ranks not in _topologies:
@@ -267,17 +270,17 @@ def regrouped(topology: Topology, ranks: ParallelConfig) -> Topology:
 
 
 def all_vectors(engine: EmbeddingEngine) -> torch.Tensor:
-    """Every vector that training can have touched, on every rank."""
+    """Return the vectors of all keys that training can have used, on every rank."""
     items = np.arange(NUM_ROWS)
-    found = engine.lookup_readonly({"item": items, "user": (np.arange(NUM_ROWS) // 3 - 9) * 2**50})
-    return torch.cat([found["item"], found["user"]])
+    vectors = engine.lookup_readonly({"item": items, "user": (np.arange(NUM_ROWS) // 3 - 9) * 2**50})
+    return torch.cat([vectors["item"], vectors["user"]])
 
 
 def compare(topology: Topology, schedules: list[str], job: Job) -> dict[str, bool]:
-    """Whether each schedule gives the bits of serial, which follows all rules."""
+    """Return whether each schedule is bitwise identical to `serial` without a broken rule."""
     expected = train(topology, "serial", replace(job, broken=None))
     return {name: same(train(topology, name, job), expected) for name in schedules}
 
 
 def same(result: dict[str, Any], expected: dict[str, Any]) -> bool:
-    return all(result[name] == expected[name] for name in ("tables", "dense", "losses", "seen"))
+    return all(result[name] == expected[name] for name in ("tables", "dense", "losses", "fence_states"))

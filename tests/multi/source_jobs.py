@@ -1,4 +1,4 @@
-"""What ranks do that read a stream together."""
+"""Jobs of ranks that read a stream together."""
 
 import os
 import signal
@@ -12,71 +12,73 @@ from nestrec.training.distributed_source import DistributedSource
 from nestrec.training.run_checkpointer import RunInterruptedError, StopRequest
 from nestrec.training.stream_trainer import StreamTrainer
 from nestrec.training.trainer import Trainer
-from nestrec.training.training_session import together
-from support.stream_fixtures import follow_options
+from nestrec.training.training_session import run_on_all_ranks
+from support.stream_fixtures import stream_config
 from support.tiny_runs import config_of
 
 
 def read_all(
-    topology: Topology, address: str, max_rows: int, spoiled_rank: int | None = None
+    topology: Topology, address: str, max_rows: int, failing_rank: int | None = None
 ) -> tuple[list[Any], list[StreamPosition], list[int]]:
-    """(rows, position behind each part of them, shares that this rank has read)"""
-    source = open_source(address, follow_options({}).log)
+    """Return the rows, the position after each batch of rows, and the affinities of the chunks read by this rank."""
+    source = open_source(address, stream_config({}).log)
     rows: list[Any] = []
     positions: list[StreamPosition] = []
-    shares: list[int] = []
+    affinities: list[int] = []
     fetch = source.fetch
 
-    def counted(piece: StreamChunk) -> StreamRows | None:
-        shares.append(piece.share)
-        if topology.rank == spoiled_rank:
-            raise UserError("is spoiled", option="SOURCE", value=address)
-        return fetch(piece)
+    def recorded_fetch(chunk: StreamChunk) -> StreamRows | None:
+        affinities.append(chunk.affinity)
+        if topology.rank == failing_rank:
+            raise UserError("cannot be read", option="SOURCE", value=address)
+        return fetch(chunk)
 
-    source.fetch = counted  # type: ignore[method-assign]
+    source.fetch = recorded_fetch  # type: ignore[method-assign]
     shared = DistributedSource(source, topology)
 
     def read() -> None:
-        with shared.helping():
+        with shared.serving_reads():
             position: StreamPosition = {}
-            while topology.is_first and (found := shared.read(position, max_rows)) is not None:
-                assert found.batch.num_rows <= max_rows
-                position = found.position
+            while topology.is_first and (result := shared.read(position, max_rows)) is not None:
+                assert result.batch.num_rows <= max_rows
+                position = result.position
                 positions.append(position)
-                values = {name: column.to_pylist() for name, column in found.batch.columns.items()}
-                rows.append((found.batch.file, found.batch.lines.tolist(), values, len(found.batch.bad)))
+                values = {name: column.to_pylist() for name, column in result.batch.columns.items()}
+                rows.append((result.batch.file, result.batch.lines.tolist(), values, len(result.batch.bad)))
 
     try:
-        together(topology, read)
+        run_on_all_ranks(topology, read)
     finally:
         shared.close()
-    return rows, positions, shares
+    return rows, positions, affinities
 
 
-def words_while_nothing_comes(topology: Topology, address: str, looks: int) -> int:
-    """How many collectives a rank takes part in while the first looks so often at a source that has nothing."""
-    shared = DistributedSource(open_source(address, follow_options({}).log), topology)
+def count_collectives_while_idle(topology: Topology, address: str, num_reads: int) -> int:
+    """Return the number of collectives of this rank while rank 0 reads `num_reads` times from an empty source."""
+    shared = DistributedSource(open_source(address, stream_config({}).log), topology)
     before = topology.control.log.count
-    with shared.helping():
-        for _ in range(looks if topology.is_first else 0):
+    with shared.serving_reads():
+        for _ in range(num_reads if topology.is_first else 0):
             assert shared.read({}, 16) is None
     shared.close()
     return topology.control.log.count - before
 
 
-def follow_until_told(topology: Topology, data: str, run: str, address: str) -> bool:
-    """A run that waits for events, of which the last rank alone is told to stop; whether it was stopped."""
-    cfg = config_of("hstu", Path(data), {"training.max_steps": 2, "training.evaluate_every_epochs": 0})
+def follow_until_sigterm(topology: Topology, data: str, run: str, address: str) -> bool:
+    """Train on a stream without events, send SIGTERM to the last rank, and return whether this rank was stopped."""
+    cfg = config_of("hstu", Path(data), {"training.max_steps": 2, "training.eval_every_epochs": 0})
     Trainer(cfg, Path(run), topology).train()
-    follower = StreamTrainer(address, Path(run), topology, follow_options({"idle_s": 20, "poll_s": 0.01}))
+    follower = StreamTrainer(
+        address, Path(run), topology, stream_config({"stop_after_idle_s": 20, "poll_interval_s": 0.01})
+    )
     follow = follower._follow
 
-    def told(stop: StopRequest) -> None:
+    def follow_after_signal(stop: StopRequest) -> None:
         if topology.rank == topology.world - 1:
             os.kill(os.getpid(), signal.SIGTERM)
         follow(stop)
 
-    follower._follow = told  # type: ignore[method-assign]
+    follower._follow = follow_after_signal  # type: ignore[method-assign]
     try:
         follower.follow()
     except RunInterruptedError:

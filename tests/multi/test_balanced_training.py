@@ -1,4 +1,4 @@
-"""Balanced training is unbalanced training: who computes a sample changes nothing but rounding."""
+"""Balanced training equals unbalanced training except for rounding: the rank of a sample does not matter."""
 
 import json
 from typing import Any
@@ -12,9 +12,9 @@ from nestrec.report import write_report
 from nestrec.trace import load_spans
 from support.tiny_runs import make_datasets
 
-NUM_STEPS, NUM_STEPS_OF_GRID = 10, 100
+NUM_STEPS, NUM_GRID_STEPS = 10, 100
 UNEQUAL, WITH_EMPTY_RANK = 7, 3
-"""samples of a global batch: no multiple of the ranks; fewer than four"""
+"""Batch sizes: not a multiple of the number of ranks; fewer samples than four ranks."""
 NOT_EXACT = {"stale", "semi_async"}
 EXACT_SCHEDULES = [name for name in SCHEDULES if name not in NOT_EXACT]
 QUADRATIC = {"balance.cost.token_squared": 0.1}
@@ -29,16 +29,16 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def unbalanced(pools, data, tmp_path_factory):
-    """The run that others are compared with: contiguous shares, serial; made once for each setting."""
-    made: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
+    """Return a function that trains a reference run: unbalanced and serial, once per setting."""
+    runs: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
 
-    def run(world: int, batch_samples: int, num_steps: int = NUM_STEPS) -> dict[str, Any]:
-        setting = world, batch_samples, num_steps
-        if setting not in made:
-            made[setting] = pools[world].run(
-                train, data, str(tmp_path_factory.mktemp("run")), num_steps, {"batch.batch_samples": batch_samples}
+    def run(world: int, batch_size: int, num_steps: int = NUM_STEPS) -> dict[str, Any]:
+        setting = world, batch_size, num_steps
+        if setting not in runs:
+            runs[setting] = pools[world].run(
+                train, data, str(tmp_path_factory.mktemp("run")), num_steps, {"batch.batch_size": batch_size}
             )
-        return made[setting][0]
+        return runs[setting][0]
 
     return run
 
@@ -56,15 +56,15 @@ def compare(  # noqa: PLR0917
 
 
 @pytest.mark.parametrize("mode", ["read", "exchange"])
-def test_balanced_equals_unbalanced_with_an_empty_rank(pools, data, unbalanced, tmp_path, mode):
-    setting = {"batch.batch_samples": WITH_EMPTY_RANK, "balance.policy": "refined", "balance.mode": mode}
+def test_balance_with_empty_rank_equals_unbalanced(pools, data, unbalanced, tmp_path, mode):
+    setting = {"batch.batch_size": WITH_EMPTY_RANK, "balance.policy": "refined", "balance.mode": mode}
     results = compare(pools[4], data, tmp_path, unbalanced(4, WITH_EMPTY_RANK), setting)
     assert all(min(len(rank["samples"][step]) for rank in results) == 0 for step in range(NUM_STEPS))
 
 
 @pytest.mark.parametrize("policy", [name for name in POLICIES if name != "fixed"])
-def test_every_policy_equals_unbalanced_on_two_ranks(pools, data, unbalanced, tmp_path, policy):
-    setting = {"batch.batch_samples": UNEQUAL, "balance.policy": policy, "batch.micro_batches": 3}
+def test_balance_policies_equal_unbalanced_on_two_ranks(pools, data, unbalanced, tmp_path, policy):
+    setting = {"batch.batch_size": UNEQUAL, "balance.policy": policy, "batch.num_micro_batches": 3}
     results = compare(pools[2], data, tmp_path, unbalanced(2, UNEQUAL), setting)
     counts = {(len(a), len(b)) for a, b in zip(results[0]["samples"], results[1]["samples"], strict=True)}
     assert counts != {(4, 3)} or policy in ("zigzag", "karmarkar_karp")
@@ -76,20 +76,20 @@ def test_every_policy_equals_unbalanced_on_two_ranks(pools, data, unbalanced, tm
 @pytest.mark.parametrize("mode", ["read", "exchange"])
 @pytest.mark.parametrize("policy", list(POLICIES))
 @pytest.mark.parametrize("world", [2, 4])
-def test_every_policy_mode_and_schedule_equals_unbalanced(  # noqa: PLR0917
+def test_balance_policies_modes_schedules_equal_unbalanced(  # noqa: PLR0917
     pools, data, unbalanced, tmp_path, world, policy, mode, schedule
 ):
-    choice = {"balance.policy": policy, "balance.mode": mode, "pipeline.schedule": schedule}
-    for samples in (UNEQUAL, WITH_EMPTY_RANK):
-        expected = unbalanced(world, samples, NUM_STEPS_OF_GRID)
-        more = {"batch.batch_samples": samples, **choice}
-        compare(pools[world], data, tmp_path / str(samples), expected, more, NUM_STEPS_OF_GRID)
+    setting = {"balance.policy": policy, "balance.mode": mode, "pipeline.schedule": schedule}
+    for batch_size in (UNEQUAL, WITH_EMPTY_RANK):
+        expected = unbalanced(world, batch_size, NUM_GRID_STEPS)
+        more = {"batch.batch_size": batch_size, **setting}
+        compare(pools[world], data, tmp_path / str(batch_size), expected, more, NUM_GRID_STEPS)
 
 
 @pytest.mark.parametrize("schedule", [name for name in EXACT_SCHEDULES if name != "serial"])
-def test_a_balanced_exact_schedule_equals_unbalanced_serial(pools, data, unbalanced, tmp_path, schedule):
+def test_balance_with_exact_schedule_equals_serial(pools, data, unbalanced, tmp_path, schedule):
     setting = {
-        "batch.batch_samples": UNEQUAL,
+        "batch.batch_size": UNEQUAL,
         "balance.policy": "power",
         "balance.mode": "exchange",
         "pipeline.schedule": schedule,
@@ -98,26 +98,26 @@ def test_a_balanced_exact_schedule_equals_unbalanced_serial(pools, data, unbalan
 
 
 @pytest.mark.slow
-def test_both_modes_give_every_rank_the_same_samples_and_trade_in_one_order(pools, data, tmp_path):
-    setting = {"batch.batch_samples": 13, "balance.policy": "power", "batch.workers": 3}
-    read, traded = (
+def test_balance_modes_assign_same_samples_in_one_order(pools, data, tmp_path):
+    setting = {"batch.batch_size": 13, "balance.policy": "power", "batch.num_workers": 3}
+    read, exchanged = (
         pools[4].run(train, data, str(tmp_path / mode), 20, {**setting, "balance.mode": mode})
         for mode in ("read", "exchange")
     )
-    for a, b in zip(read, traded, strict=True):
+    for a, b in zip(read, exchanged, strict=True):
         assert a["samples"] == b["samples"]
         assert {name: tensor.tolist() for name, tensor in a["weights"].items()} == {
             name: tensor.tolist() for name, tensor in b["weights"].items()
         }
-    orders = [rank["traded"][-200:] for rank in traded]
+    orders = [rank["exchanges"][-200:] for rank in exchanged]
     assert all(order == orders[0] for order in orders)
     assert len(orders[0]) > 100
-    assert sum(sum(report["balance"]["moved_bytes"]) for report in traded[0]["reports"]) > 0
+    assert sum(sum(report["balance"]["moved_bytes"]) for report in exchanged[0]["reports"]) > 0
     assert sum(sum(report["balance"]["moved_bytes"]) for report in read[0]["reports"]) == 0
 
 
-def test_figures_of_every_step_are_recorded_and_drawn(pools, data, tmp_path):
-    results = pools[2].run(train, data, str(tmp_path), 40, {"balance.policy": "refined", "batch.batch_samples": 8})
+def test_balance_metrics_are_recorded_and_reported(pools, data, tmp_path):
+    results = pools[2].run(train, data, str(tmp_path), 40, {"balance.policy": "refined", "batch.batch_size": 8})
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert {span.rank for span in load_spans(tmp_path / "trace.jsonl")} == {0, 1}
     perfetto = json.loads((tmp_path / "trace.perfetto.json").read_text())["traceEvents"]
@@ -133,9 +133,9 @@ def test_figures_of_every_step_are_recorded_and_drawn(pools, data, tmp_path):
     assert "Waiting for other ranks" in write_report(tmp_path).read_text()
 
 
-def test_fitted_costs_are_logged_saved_and_replayed(pools, data, tmp_path):
-    wrong = {"balance.cost.token": 1e-9, "balance.cost.token_squared": 1.0, "batch.micro_batches": 1}
-    setting = {**wrong, "batch.batch_samples": 16, "balance.policy": "refined", "balance.fit_every_steps": 40}
+def test_balance_fitted_costs_are_replayed(pools, data, tmp_path):
+    wrong = {"balance.cost.token": 1e-9, "balance.cost.token_squared": 1.0, "batch.num_micro_batches": 1}
+    setting = {**wrong, "batch.batch_size": 16, "balance.policy": "refined", "balance.fit_every_steps": 40}
     results = pools[2].run(train_with_times, data, str(tmp_path / "fitted"), 84, setting)
     (change,) = results[0]["changes"]
     assert change["step"] == 40
@@ -143,11 +143,11 @@ def test_fitted_costs_are_logged_saved_and_replayed(pools, data, tmp_path):
     assert change["cost"]["token_squared"] == pytest.approx(TRUTH.token_squared, rel=1e-6)
     events = [json.loads(line) for line in (tmp_path / "fitted" / "metrics.jsonl").read_text().splitlines()]
     assert [event["step"] for event in events if "cost of a sample fitted" in event.get("text", "")] == [40]
-    # The change shows: before it, the dealing follows the wrong cost, after it the true one.
+    # Before the change, samples are balanced by the wrong cost, and after it by the true cost.
     gaps = [gap for report in results[0]["reports"] for gap in report["balance"]["max_token_gap"]]
     assert sum(gaps[-30:]) < sum(gaps[:30])
 
-    again = {**setting, "balance.replay": json.dumps(results[0]["changes"]), "balance.fit_every_steps": "none"}
+    again = {**setting, "balance.replay_changes": json.dumps(results[0]["changes"]), "balance.fit_every_steps": "none"}
     replayed = pools[2].run(train, data, str(tmp_path / "replayed"), 84, again)
     for a, b in zip(results, replayed, strict=True):
         assert a["samples"] == b["samples"]
@@ -155,13 +155,13 @@ def test_fitted_costs_are_logged_saved_and_replayed(pools, data, tmp_path):
         assert a["loss"] == b["loss"]
 
 
-def test_a_resumed_run_deals_by_the_costs_it_had_fitted(pools, data, tmp_path):
-    wrong = {"balance.cost.token": 1e-9, "balance.cost.token_squared": 1.0, "batch.micro_batches": 1}
-    setting = {**wrong, "batch.batch_samples": 16, "balance.policy": "refined", "balance.fit_every_steps": 40}
-    whole = pools[2].run(train_with_times, data, str(tmp_path / "whole"), 60, setting)
-    pools[2].run(train_with_times, data, str(tmp_path / "parts"), 45, setting)  # decided, not yet in force
-    rest = pools[2].run(train_with_times, data, str(tmp_path / "parts"), 60, setting)
-    for a, b in zip(whole, rest, strict=True):
+def test_balance_resumed_run_uses_fitted_costs(pools, data, tmp_path):
+    wrong = {"balance.cost.token": 1e-9, "balance.cost.token_squared": 1.0, "batch.num_micro_batches": 1}
+    setting = {**wrong, "batch.batch_size": 16, "balance.policy": "refined", "balance.fit_every_steps": 40}
+    uninterrupted = pools[2].run(train_with_times, data, str(tmp_path / "uninterrupted"), 60, setting)
+    pools[2].run(train_with_times, data, str(tmp_path / "cut"), 45, setting)  # the change is decided but not effective
+    resumed = pools[2].run(train_with_times, data, str(tmp_path / "cut"), 60, setting)
+    for a, b in zip(uninterrupted, resumed, strict=True):
         assert a["samples"][45:] == b["samples"]
         assert a["changes"] == b["changes"]
         assert {name: tensor.tolist() for name, tensor in a["weights"].items()} == {

@@ -1,4 +1,4 @@
-"""The demo: trained on two ranks, compared, exported and served, by the commands that anyone would use."""
+"""Tests of `nestrec demo`, which trains on two ranks, compares, exports and serves with the commands of the CLI."""
 
 import socket
 import threading
@@ -15,9 +15,9 @@ from nestrec.report.run_records import headline_evaluation, load_run
 
 SMALL = {
     "training.max_steps": "12",
-    "batch.batch_samples": "8",
-    "task.history.max_length": "16",
-    "task.num_negatives": "8",
+    "batch.batch_size": "8",
+    "task.history.max_events": "16",
+    "task.negatives.num_negatives": "8",
     "task.encoder.max_length": "16",
     "task.encoder.dim": "16",
     "task.encoder.head_dim": "8",
@@ -26,13 +26,13 @@ SMALL = {
 
 @pytest.fixture
 def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Path]:
-    """Its run, with what every demo shows: equal bits, an answer, the two timelines above each other."""
+    """Return a function that runs the demo, checks its output and its report, and returns its run folder."""
 
     def run(options: dict[str, str]) -> Path:
         app(["demo", *(f"--{name}={value}" for name, value in options.items())], standalone_mode=False)
-        said = capsys.readouterr().out
-        assert "tables of `nested` equal those of `serial`, bit by bit" in said
-        assert "POST /v1/recommend" in said
+        output = capsys.readouterr().out
+        assert "tables of `nested` and `serial` are bitwise identical" in output
+        assert "POST /v1/recommend" in output
         page = Path("runs/demo/report.html").read_text()
         assert page.index("<h3>serial</h3>") < page.index("<h3>nested</h3>")
         return Path("runs/demo")
@@ -42,25 +42,25 @@ def demo(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
 
 
 @pytest.mark.timeout(300)
-def test_the_demo_trains_compares_serves_and_writes_its_report(demo: Callable[..., Path]) -> None:
+def test_demo_trains_compares_serves_and_reports(demo: Callable[..., Path]) -> None:
     demo(SMALL)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-def test_at_full_size_the_model_is_half_again_as_good_as_the_best_baseline(demo: Callable[..., Path]) -> None:
-    """Logs with several interests, which the last item and popularity cannot follow."""
+def test_demo_model_beats_best_baseline_by_half(demo: Callable[..., Path]) -> None:
+    """The log has users with several interests, which the last-item and popularity baselines cannot predict."""
     record = headline_evaluation(load_run(demo({})))
     assert record is not None
     assert record["part"] == "test"
     assert ratio_to_best(record["metrics"], "model", "ndcg@10") >= 1.5
 
 
-def test_a_server_that_gives_no_answer_is_an_error_that_says_what_to_do() -> None:
+def test_demo_unresponsive_server_is_error_with_fix() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
 
-        def refuse() -> None:
+        def reject() -> None:
             connection, _ = listener.accept()
             with connection:
                 connection.recv(1 << 16)
@@ -68,8 +68,8 @@ def test_a_server_that_gives_no_answer_is_an_error_that_says_what_to_do() -> Non
                     b"HTTP/1.1 503 Service Unavailable\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
                 )
 
-        thread = threading.Thread(target=refuse)
+        thread = threading.Thread(target=reject)
         thread.start()
-        with pytest.raises(UserError, match=r"503[\s\S]*once more"):
+        with pytest.raises(UserError, match=r"503[\s\S]*Run the same command again"):
             _post(f"http://127.0.0.1:{port}/v1/recommend", {})
         thread.join()

@@ -1,6 +1,6 @@
-"""Two ranks in network namespaces with limited links: what it brings to sum dense gradients inside the backward pass.
+"""Measures the overlap of dense all-reduces with the backward pass, on two ranks with limited links.
 
-With NESTREC_DENSE_RESULTS naming a file, what was measured is kept there.
+The ranks run in network namespaces. The results are written to the file named by NESTREC_DENSE_RESULTS, if it is set.
 """
 
 import json
@@ -40,31 +40,32 @@ MICRO_BATCHES = 2
 LINK_MBIT = 400.0
 BUCKET_MIB = 1.0
 KINDS = (("serial", False), ("nested", False), ("nested", True))
-"""Schedule, and whether sums begin inside the backward pass."""
+"""Schedule, and whether all-reduces start inside the backward pass."""
 WARM_UP, ROUNDS, STEPS = 1, 10, 2
 
 
-class _Stop(nn.Module):
-    """Where a backward pass goes on when `go_on` returns."""
+class _BackwardPause(nn.Module):
+    """A layer whose backward pass continues when `wait` returns."""
 
-    def __init__(self, go_on: Callable[[], None]) -> None:
+    def __init__(self, wait: Callable[[], None]) -> None:
         super().__init__()
-        self._go_on = go_on
+        self._wait = wait
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return Pause.apply(x, self._go_on)  # type: ignore[no-any-return,no-untyped-call]
+        return Pause.apply(x, self._wait)  # type: ignore[no-any-return,no-untyped-call]
 
 
-class _Trained:
-    """A run of one kind; runs of all kinds take turns."""
+class _Run:
+    """A run of one kind; runs of all kinds alternate."""
 
     def __init__(self, topology: Topology, schedule: str) -> None:
         self.topology = topology
         self._number = 0
-        self._passes_until_stop, self._bytes_before = 0, 0
+        self._passes_until_pause = 0
+        self._bytes_before = 0
         torch.manual_seed(0)
         layers = [part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
-        model = nn.Sequential(*layers[:LAYERS], _Stop(self._stop), *layers[LAYERS:])
+        model = nn.Sequential(*layers[:LAYERS], _BackwardPause(self._pause), *layers[LAYERS:])
         self.dense_bytes = sum(weight.nbytes for weight in model.parameters())
         engine = EmbeddingEngine([TableConfig(name="items", dim=WIDTH, num_rows=100)], topology)
         loss = LossCompute(
@@ -74,7 +75,7 @@ class _Trained:
         self._pipeline = PipelineCore.build(loss, engine, self._dense, schedule)
 
     def steps(self, count: int) -> list[Span]:
-        """What the next steps did."""
+        """Run the next steps and return their spans."""
         first = self._number + 1
         feed = LookaheadIterator(self._batch(n) for n in range(first, first + count))
         barrier(self.topology.control)
@@ -88,15 +89,15 @@ class _Trained:
         self._number += count
         return self._pipeline.tracer.take()
 
-    def stopped_step(self) -> list[Span]:
-        """A step whose last backward pass goes on past its middle when a sum of what lies behind that is done."""
-        self._passes_until_stop = MICRO_BATCHES
+    def paused_step(self) -> list[Span]:
+        """Run a step whose last backward pass waits in its middle for an all-reduce of the later layers."""
+        self._passes_until_pause = MICRO_BATCHES
         self._bytes_before = self._dense._sync.bytes_reduced
         return self.steps(1)
 
-    def _stop(self) -> None:
-        self._passes_until_stop -= 1
-        if self._passes_until_stop == 0:
+    def _pause(self) -> None:
+        self._passes_until_pause -= 1
+        if self._passes_until_pause == 0:
             wait_for_sum(self._dense, self._bytes_before)
 
     def _batch(self, number: int) -> Batch:
@@ -109,37 +110,39 @@ class _Trained:
         return Batch(BatchPosition(0, number), 1.0, total, tuple(parts), tokens=np.ones(len(total), np.int64))
 
     def digest(self) -> str:
-        found = self._pipeline.digest()
+        digest = self._pipeline.digest()
         self._pipeline.close()
-        return found
+        return digest
 
 
-def measured(topology: Topology) -> dict[str, Any]:
-    """Of each kind: spans of its rounds, and the digest of what was trained."""
+def measure(topology: Topology) -> dict[str, Any]:
+    """Return the spans and the final digest of each kind of run."""
     late, early = (
-        Topology.of_process_group(topology.device, ParallelConfig(dense_bucket_mib=BUCKET_MIB, dense_overlap=overlap))
+        Topology.of_process_group(
+            topology.device, ParallelConfig(grad_bucket_mib=BUCKET_MIB, overlap_grad_reduce=overlap)
+        )
         for overlap in (False, True)
     )
-    runs = {kind: _Trained(early if kind[1] else late, kind[0]) for kind in KINDS}
+    runs = {kind: _Run(early if kind[1] else late, kind[0]) for kind in KINDS}
     for run in runs.values():
         run.steps(WARM_UP)
     rounds = [{kind: run.steps(STEPS) for kind, run in runs.items()} for _ in range(ROUNDS)]
     return {
-        "spans": {kind: [one[kind] for one in rounds] for kind in runs},
-        "stopped": {kind: run.stopped_step() if kind[1] else run.steps(1) for kind, run in runs.items()},
+        "spans": {kind: [round_[kind] for round_ in rounds] for kind in runs},
+        "paused": {kind: run.paused_step() if kind[1] else run.steps(1) for kind, run in runs.items()},
         "dense_bytes": runs["nested", True].dense_bytes,
         "digests": {kind: run.digest() for kind, run in runs.items()},
     }
 
 
 def parts(spans_of_ranks: Sequence[Sequence[Span]]) -> dict[str, float]:
-    """Mean milliseconds of the steps of a round, on its slowest rank."""
+    """Return the mean milliseconds of the parts of a step in a round, on its slowest rank."""
     timeline = Timeline(span for spans in spans_of_ranks for span in spans)
-    found = []
+    times_of_ranks = []
     for rank, spans in enumerate(spans_of_ranks):
         steps = timeline.steps(rank)
-        sums = [s for s in spans if s.name == "train.dense.reduce"]
-        last = {s.step: s for s in spans if s.name == "train.compute" and s.micro_batch == MICRO_BATCHES - 1}
+        sums = [s for s in spans if s.name == "train.dense.all_reduce"]
+        last = {s.step: s for s in spans if s.name == "train.forward_backward" and s.micro_batch == MICRO_BATCHES - 1}
         inside = [max(0, min(s.end_ns, last[s.step].end_ns) - max(s.start_ns, last[s.step].start_ns)) for s in sums]
         times = {
             "step_ms": sum(timeline.parts(step, rank).step_ns for step in steps),
@@ -147,19 +150,19 @@ def parts(spans_of_ranks: Sequence[Sequence[Span]]) -> dict[str, float]:
             "sums_ms": sum(s.duration_ns for s in sums),
             "sums_inside_backward_ms": sum(inside),
             "exposed_dense_ms": sum(
-                timeline.exposed(step, "communication", rank).get("train.dense.reduce", 0) for step in steps
+                timeline.exposed(step, "communication", rank).get("train.dense.all_reduce", 0) for step in steps
             ),
         }
-        found.append({name: 1e-6 * ns / len(steps) for name, ns in times.items()})
-    return max(found, key=lambda times: times["step_ms"])
+        times_of_ranks.append({name: 1e-6 * ns / len(steps) for name, ns in times.items()})
+    return max(times_of_ranks, key=lambda times: times["step_ms"])
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not can_limit(), reason="needs root, `ip` and `tc`")
-def test_sums_lie_inside_the_backward_pass_and_leave_the_bits_of_serial():
+def test_overlapped_all_reduce_over_slow_link_is_bitwise():
     with limited_links(2, LINK_MBIT) as links:
-        ranks = run_on_ranks(2, measured, enter=links.enter)
+        ranks = run_on_ranks(2, measure, enter=links.enter)
     digests = [digest for rank in ranks for digest in rank["digests"].values()]
     assert len(set(digests)) == 1
     rounds = {
@@ -167,10 +170,10 @@ def test_sums_lie_inside_the_backward_pass_and_leave_the_bits_of_serial():
         for kind in ranks[0]["spans"]
     }
     rows = []
-    for (schedule, overlap), found in rounds.items():
-        ratios = sorted(a["step_ms"] / b["step_ms"] for a, b in zip(found, rounds[schedule, False], strict=True))
+    for (schedule, overlap), results in rounds.items():
+        ratios = sorted(a["step_ms"] / b["step_ms"] for a, b in zip(results, rounds[schedule, False], strict=True))
         row = {"schedule": schedule, "overlap": overlap}
-        row |= {name: round(statistics.median(one[name] for one in found), 2) for name in found[0]}
+        row |= {name: round(statistics.median(times[name] for times in results), 2) for name in results[0]}
         row |= {"step_ratio": round(statistics.median(ratios), 3)}
         row |= {"step_ratio_spread": [round(ratios[1], 3), round(ratios[-2], 3)], "equal_to_serial": True}
         row |= {"ranks": 2, "link_mbit": LINK_MBIT, "bucket_mib": BUCKET_MIB, "dense_bytes": ranks[0]["dense_bytes"]}
@@ -179,9 +182,11 @@ def test_sums_lie_inside_the_backward_pass_and_leave_the_bits_of_serial():
     if name := os.environ.get("NESTREC_DENSE_RESULTS"):
         command = f"NESTREC_DENSE_RESULTS=FILE pytest {' '.join(sys.argv[1:])}"
         Path(name).write_text(json.dumps(make_frame(bench="dense", command=command, rows=rows), indent=2) + "\n")
-    for rank in ranks:  # how much of them lies there is a matter of time: of the machine and of the link
-        for (_, overlap), spans in rank["stopped"].items():
-            (backward,) = (s for s in spans if s.name == "train.compute" and s.micro_batch == MICRO_BATCHES - 1)
-            sums = [s for s in spans if s.name == "train.dense.reduce"]
+    for rank in ranks:  # how many of them start there depends on the speed of the machine and of the link
+        for (_, overlap), spans in rank["paused"].items():
+            (backward,) = (
+                s for s in spans if s.name == "train.forward_backward" and s.micro_batch == MICRO_BATCHES - 1
+            )
+            sums = [s for s in spans if s.name == "train.dense.all_reduce"]
             assert (min(s.start_ns for s in sums) < backward.end_ns) == overlap
     assert all(row["overlap"] or row["sums_inside_backward_ms"] == 0 for row in rows)

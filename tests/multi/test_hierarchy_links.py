@@ -1,6 +1,6 @@
-"""Two hosts of two ranks, in network namespaces with limited links: what crosses between hosts, and how long it takes.
+"""Measures traffic between two hosts of two ranks and step times, with limited links between network namespaces.
 
-With NESTREC_HIERARCHY_RESULTS naming a file, what was measured is kept there.
+The results are written to the file named by NESTREC_HIERARCHY_RESULTS, if it is set.
 """
 
 import functools
@@ -38,25 +38,28 @@ WARM_UP, ROUNDS = 2, 8
 
 
 def keys_of(rank: int, step: int) -> list[np.ndarray]:
-    """Of each micro-batch; popularity falls as one over the rank of a key."""
-    drawn = np.random.default_rng([rank, step]).random((MICRO_BATCHES, SAMPLES))
-    return list(np.exp(drawn * np.log(NUM_ROWS)).astype(np.int64))
+    """Return the keys of each micro-batch; the frequency of a key is inversely proportional to its popularity rank."""
+    uniform = np.random.default_rng([rank, step]).random((MICRO_BATCHES, SAMPLES))
+    return list(np.exp(uniform * np.log(NUM_ROWS)).astype(np.int64))
 
 
 def bytes_between(step: int, *, by_hosts: bool) -> int:
-    """By definition: keys with their segment, vectors and gradients of what a rank, or a host, asks the other host."""
+    """Return the expected bytes between hosts: keys with their segment, vectors and gradients.
+
+    Keys are unique per rank, or per host with `by_hosts`.
+    """
     rows = 0
     for host in range(HOSTS):
         ranks = [keys_of(rank, step) for rank in range(host * RANKS, (host + 1) * RANKS)]
         for parts in zip(*ranks, strict=True):
             for keys in [np.concatenate(parts)] if by_hosts else parts:
-                distinct = np.unique(keys)
-                rows += int((owner_of(distinct, HOSTS * RANKS) // RANKS != host).sum())
+                unique = np.unique(keys)
+                rows += int((owner_of(unique, HOSTS * RANKS) // RANKS != host).sum())
     return rows * (8 + 2 + 2 * 4 * DIM)
 
 
-class _Trained:
-    """A run of one kind; runs of all kinds take turns."""
+class _Run:
+    """A run of one kind; runs of all kinds alternate."""
 
     def __init__(self, topology: Topology, schedule: str) -> None:
         self.topology = topology
@@ -72,7 +75,7 @@ class _Trained:
         self._pipeline = PipelineCore.build(loss, engine, dense, schedule)
 
     def steps(self, count: int) -> tuple[float, int]:
-        """Seconds and bytes between hosts of a step, over the next ones."""
+        """Run the next steps, and return the mean seconds per step and the mean bytes between hosts per step."""
         first = self._number + 1
         feed = LookaheadIterator(self._batch(n) for n in range(first, first + count))
         barrier(self.topology.control)
@@ -95,16 +98,16 @@ class _Trained:
         return Batch(BatchPosition(0, number), 1.0, total, tuple(parts), tokens=np.ones(len(total), np.int64))
 
     def digest(self) -> str:
-        found = self._engine.digest("items")
+        digest = self._engine.digest("items")
         self._pipeline.close()
-        return found
+        return digest
 
 
-def measured(topology: Topology) -> list[dict[str, Any]]:
+def measure(topology: Topology) -> list[dict[str, Any]]:
     os.environ["LOCAL_WORLD_SIZE"] = str(RANKS)
-    hosts = Topology.of_process_group(topology.device, ParallelConfig(hierarchy=True), timeout_s=60.0)
+    hosts = Topology.of_process_group(topology.device, ParallelConfig(hierarchical_all_to_all=True), timeout_s=60.0)
     kinds = [(s, by_hosts) for s in ("serial", "nested") for by_hosts in (False, True)]
-    runs = {kind: _Trained(hosts if kind[1] else topology, kind[0]) for kind in kinds}
+    runs = {kind: _Run(hosts if kind[1] else topology, kind[0]) for kind in kinds}
     for run in runs.values():
         run.steps(WARM_UP)
     rounds = [{kind: run.steps(3) for kind, run in runs.items()} for _ in range(ROUNDS)]
@@ -112,7 +115,7 @@ def measured(topology: Topology) -> list[dict[str, Any]]:
     last = WARM_UP + 3 * ROUNDS
     rows = []
     for kind, run in runs.items():
-        times = sorted(1e3 * found[kind][0] for found in rounds)
+        times = sorted(1e3 * round_[kind][0] for round_ in rounds)
         expected = sum(bytes_between(step, by_hosts=kind[1]) for step in range(first, last + 1)) / (last - first + 1)
         rows.append(
             {
@@ -120,7 +123,7 @@ def measured(topology: Topology) -> list[dict[str, Any]]:
                 "hierarchy": kind[1],
                 "step_ms": round(statistics.median(times), 3),
                 "step_ms_spread": [round(times[1], 1), round(times[-2], 1)],
-                "bytes_of_host": round(statistics.mean(found[kind][1] for found in rounds)),
+                "bytes_of_host": round(statistics.mean(round_[kind][1] for round_ in rounds)),
                 "formula_bytes": round(expected),
                 "digest": run.digest(),
             }
@@ -130,11 +133,11 @@ def measured(topology: Topology) -> list[dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not can_limit(), reason="needs root, `ip` and `tc`")
-def test_bytes_between_hosts_are_those_of_the_formula_and_rows_those_of_serial():
+def test_hierarchical_all_to_all_bytes_match_formula():
     with limited_links(HOSTS, LINK_MBIT) as links:
-        found = run_on_ranks(HOSTS * RANKS, measured, enter=functools.partial(_enter, links))
-    rows = found[0]
-    for row, other in zip(rows, found[RANKS], strict=True):  # the first rank of each host has read its link
+        ranks = run_on_ranks(HOSTS * RANKS, measure, enter=functools.partial(_enter, links))
+    rows = ranks[0]
+    for row, other in zip(rows, ranks[RANKS], strict=True):  # the first rank of each host measures its link
         row["bytes_between_hosts"] = row.pop("bytes_of_host") + other["bytes_of_host"]
         row |= {"hosts": HOSTS, "ranks_of_host": RANKS, "link_mbit": LINK_MBIT, "dim": DIM}
     by_kind = {(row["schedule"], row["hierarchy"]): row for row in rows}
@@ -144,8 +147,8 @@ def test_bytes_between_hosts_are_those_of_the_formula_and_rows_those_of_serial()
         print(row)
     if name := os.environ.get("NESTREC_HIERARCHY_RESULTS"):
         command = f"NESTREC_HIERARCHY_RESULTS=FILE pytest {' '.join(sys.argv[1:])}"
-        kept = [{k: v for k, v in row.items() if k != "digest"} for row in rows]
-        Path(name).write_text(json.dumps(make_frame(bench="hierarchy", command=command, rows=kept), indent=2) + "\n")
+        results = [{k: v for k, v in row.items() if k != "digest"} for row in rows]
+        Path(name).write_text(json.dumps(make_frame(bench="hierarchy", command=command, rows=results), indent=2) + "\n")
     for row in rows:
         assert row["formula_bytes"] < row["bytes_between_hosts"] < 1.08 * row["formula_bytes"]
         assert row["digest"] == by_kind["serial", row["hierarchy"]]["digest"]

@@ -1,4 +1,4 @@
-"""The measurement of large checkpoints: whole, out of time, and cut off."""
+"""Tests of the script `large_checkpoint.py`: a complete run, a run over its time limit, and an interrupted run."""
 
 import json
 import os
@@ -27,7 +27,7 @@ def rows_of(tmp_path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def test_every_part_is_told_and_every_bit_is_compared(tmp_path):
+def test_large_checkpoint_reports_and_verifies_every_part(tmp_path):
     assert start(tmp_path, "--in_memory", "0.5", "--skews", "3,1").wait() == 0
     rows = rows_of(tmp_path)
     assert [(row["what"], row["ranks"]) for row in rows] == [
@@ -46,7 +46,7 @@ def test_every_part_is_told_and_every_bit_is_compared(tmp_path):
     assert not (tmp_path / "memory").exists()
 
 
-def test_what_was_measured_is_there_when_it_is_cut_off(tmp_path):
+def test_large_checkpoint_interrupted_run_keeps_results(tmp_path):
     driver = start(tmp_path, "--alone_s", "60")
     while not (tmp_path / "json").exists():
         assert driver.poll() is None
@@ -59,7 +59,7 @@ def test_what_was_measured_is_there_when_it_is_cut_off(tmp_path):
     assert not (tmp_path / "rows").exists()
 
 
-def test_parts_that_do_not_fit_are_left_out(tmp_path):
+def test_large_checkpoint_skips_parts_over_time_limit(tmp_path):
     assert start(tmp_path, "--gib", "500", "--limit_s", "60").wait() == 0
     (row,) = rows_of(tmp_path)
     assert (row["what"], row["parts"][0]) == ("left out", "fill by 2")

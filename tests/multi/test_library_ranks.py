@@ -1,4 +1,4 @@
-"""Runs from Python on several ranks: what a call leaves behind."""
+"""Runs from Python on several ranks: a call releases its process groups."""
 
 import gc
 import json
@@ -13,7 +13,7 @@ import nestrec
 from nestrec.base.errors import UserError
 from nestrec.serving.fleet.readiness_probes import free_port
 from nestrec.training.callbacks import TrainingCallback
-from support.rank_pool import loaded_context
+from support.rank_pool import preloaded_context
 from support.tiny_runs import config_of, make_datasets
 
 WORLD = 2
@@ -21,48 +21,53 @@ LIMIT_S = 200.0
 pytestmark = pytest.mark.timeout(2 * LIMIT_S)
 
 
-class Failing(TrainingCallback):
-    """Fails in the first report."""
+class FailingCallback(TrainingCallback):
+    """A callback that raises an error in the first report."""
 
-    def stepped(self, step: int, epoch: int, values: object) -> None:
-        raise RuntimeError("a script's own mistake")
+    def on_step_report(self, step: int, epoch: int, values: object) -> None:
+        raise RuntimeError("an error of the script")
 
 
-def fail(rank: int, folder: Path) -> list[str]:
-    """What this rank is told of calls that fail: on all ranks alike, before they train and while they do, and then on
-    one rank alone, of which the others hear when it makes its next call."""
-    told = []
+def fail(rank: int, folder: Path) -> list[str | bool]:
+    """Make calls that fail: on all ranks, before and during training, and finally on one rank only.
+
+    The other ranks detect the last failure when that rank makes its next call.
+
+    Returns:
+        The name of each error on this rank, followed by whether a process group was left.
+    """
+    outcomes: list[str | bool] = []
     cfg = config_of("hstu", folder)
-    for name, changes, alone in (
-        ("mesh", {"ranks.replicas": 3}, False),
+    for name, changes, is_alone in (
+        ("mesh", {"parallel.num_replicas": 3}, False),
         ("data", {"data.folder": "/nowhere"}, False),
         ("last", {}, True),
     ):
-        listener = Failing() if alone and rank == WORLD - 1 else None
+        callback = FailingCallback() if is_alone and rank == WORLD - 1 else None
         try:
-            nestrec.train(cfg, {"training.max_steps": 3, **changes}, output=folder / name, listener=listener)
+            nestrec.train(cfg, {"training.max_steps": 3, **changes}, output=folder / name, callback=callback)
         except (UserError, RuntimeError) as error:
-            told.append(type(error).__name__)
-        told.append(dist.is_initialized())
-    return told
+            outcomes.append(type(error).__name__)
+        outcomes.append(dist.is_initialized())
+    return outcomes
 
 
 def train_again(rank: int, port: int, folder: Path, pipe) -> None:
-    """As a script does that torchrun has started: calls that fail, and then some that do not."""
-    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
-    os.environ.update({name: str(value) for name, value in place.items()})
+    """Run like a script under torchrun: first calls that fail, then calls that succeed."""
+    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": rank, "LOCAL_RANK": rank}
+    os.environ.update({name: str(value) for name, value in environment.items()})
     os.environ.update({"WORLD_SIZE": str(WORLD), "LOCAL_WORLD_SIZE": str(WORLD)})
     pipe.send(fail(rank, folder))
-    seen = [dist.is_initialized()]
+    results = [dist.is_initialized()]
     cfg = config_of("hstu", folder)
     for name in ("first", "second"):
         run = nestrec.train(cfg, {"training.epochs": 1, "training.max_steps": 2}, output=folder / name)
-        seen += [dist.is_initialized(), run.steps]
-    seen.append(nestrec.evaluate(run).part)
-    versions = [nestrec.export(run, folder / "model", {"tables": "int8"}).version]
+        results += [dist.is_initialized(), run.steps]
+    results.append(nestrec.evaluate(run).part)
+    versions = [nestrec.export(run, folder / "model", {"table_dtype": "int8"}).version]
     versions.append(nestrec.publish(run, folder / "published").version)
     nestrec.load(run)
-    pipe.send([*seen, dist.is_initialized()])
+    pipe.send([*results, dist.is_initialized()])
     pipe.send(versions)
     dist.init_process_group("gloo")
     files = []
@@ -73,33 +78,33 @@ def train_again(rank: int, port: int, folder: Path, pipe) -> None:
     pipe.send([dist.is_initialized(), files[2] - files[0]])
 
 
-def test_a_call_gives_its_process_groups_back_even_if_it_fails_and_the_next_one_makes_its_own(tmp_path: Path) -> None:
+def test_python_call_releases_process_groups(tmp_path: Path) -> None:
     make_datasets(tmp_path)
-    context = loaded_context()
+    context = preloaded_context()
     port = free_port()
     pipes = []
     processes = []
     for rank in range(WORLD):
-        mine, theirs = context.Pipe(duplex=False)
-        processes.append(context.Process(target=train_again, args=(rank, port, tmp_path, theirs), daemon=True))
+        receiver, sender = context.Pipe(duplex=False)
+        processes.append(context.Process(target=train_again, args=(rank, port, tmp_path, sender), daemon=True))
         processes[-1].start()
-        theirs.close()
-        pipes.append(mine)
-    refused = ["UserError", False, "UserError", False]
-    for pipe, told in zip(pipes, ("PeerLostError", "RuntimeError"), strict=True):
+        sender.close()
+        pipes.append(receiver)
+    rejected = ["UserError", False, "UserError", False]
+    for pipe, error in zip(pipes, ("PeerLostError", "RuntimeError"), strict=True):
         assert pipe.poll(LIMIT_S)
-        assert pipe.recv() == [*refused, told, False]
+        assert pipe.recv() == [*rejected, error, False]
     for pipe in pipes:
         assert pipe.poll(LIMIT_S)
         assert pipe.recv() == [False, False, 2, False, 2, "test", False]
-    exported = nestrec.export(tmp_path / "second", tmp_path / "alone", {"tables": "int8"}).version
+    exported = nestrec.export(tmp_path / "second", tmp_path / "alone", {"table_dtype": "int8"}).version
     (published,) = (tmp_path / "published" / "versions").glob("*/full.json")
     for pipe in pipes:
         assert pipe.poll(LIMIT_S)
         assert pipe.recv() == [exported, json.loads(published.read_text())["version"]]
     for pipe in pipes:
         assert pipe.poll(LIMIT_S)
-        assert pipe.recv() == [True, 0], "the caller's group stays; those that were made beside it do not"
+        assert pipe.recv() == [True, 0], "the caller's group remains, and groups of the library are released"
     for process in processes:
         process.join(LIMIT_S)
         assert process.exitcode == 0

@@ -1,11 +1,11 @@
-"""Replica groups times shards."""
+"""Device mesh of replica groups and shards."""
 
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
-from engine_jobs import mesh, torchrun_like, train
+from engine_jobs import create_topology, mesh, train
 
 from nestrec.distributed import Communicator, Topology
 from nestrec.distributed.collectives import all_gather_json, all_gather_rows
@@ -17,7 +17,7 @@ from support.rank_pool import RankPool
 
 @pytest.fixture(scope="module")
 def two_by_two() -> Iterator[RankPool]:
-    pool = RankPool(4, ParallelConfig(replicas=2))
+    pool = RankPool(4, ParallelConfig(num_replicas=2))
     yield pool
     pool.close()
 
@@ -25,7 +25,7 @@ def two_by_two() -> Iterator[RankPool]:
 @pytest.mark.parametrize(
     ("kind", "num_micro_batches"), [pytest.param("sgd", 1, marks=pytest.mark.slow), ("rowwise_adagrad", 2), ("adam", 1)]
 )
-def test_replica_groups_train_as_one_rank_and_stay_alike(two_by_two, kind, num_micro_batches):
+def test_replica_groups_equal_one_rank_and_each_other(two_by_two, kind, num_micro_batches):
     alone = train(Topology.single(), kind, 60)
     results = two_by_two.run(train, kind, 60, num_micro_batches)
     for result in results:
@@ -37,8 +37,8 @@ def test_replica_groups_train_as_one_rank_and_stay_alike(two_by_two, kind, num_m
 
 
 def test_ranks_form_replica_groups_of_shards(two_by_two):
-    places = two_by_two.run(mesh)
-    assert places == [
+    coordinates = two_by_two.run(mesh)
+    assert coordinates == [
         {"replica": 0, "shard": 0, "keys": 1 + 2, "replicas": 1 + 3, "dense": 10, "slots": 30},
         {"replica": 0, "shard": 1, "keys": 1 + 2, "replicas": 2 + 4, "dense": 10, "slots": 30},
         {"replica": 1, "shard": 0, "keys": 3 + 4, "replicas": 1 + 3, "dense": 10, "slots": 30},
@@ -47,38 +47,38 @@ def test_ranks_form_replica_groups_of_shards(two_by_two):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "words"),
+    ("ranks", "message"),
     [
-        (ParallelConfig(replicas=3), "must divide the number of ranks"),
-        (ParallelConfig(exchange="copy_engine"), "take ranks.exchange=host or collectives"),
+        (ParallelConfig(num_replicas=3), "must divide the number of ranks"),
+        (ParallelConfig(transport="copy_engine"), "--parallel.transport=host or collectives"),
     ],
 )
-def test_what_the_ranks_cannot_do_is_an_error(pools, ranks, words):
-    outcomes = pools[2].outcomes(torchrun_like, ranks)
-    assert all(outcome.kind == "UserError" and words in outcome.text for outcome in outcomes)
+def test_mesh_rejects_impossible_options(pools, ranks, message):
+    outcomes = pools[2].outcomes(create_topology, ranks)
+    assert all(outcome.kind == "UserError" and message in outcome.text for outcome in outcomes)
 
 
-def test_groups_lie_as_the_placement_says():
+def test_mesh_follows_replica_layout():
     assert mesh_of(8, 2, "shards_contiguous") == [[0, 1, 2, 3], [4, 5, 6, 7]]
     assert mesh_of(8, 2, "replicas_contiguous") == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
-def test_a_communicator_made_of_a_group_alone_reaches_its_peers(pools):
-    assert pools[2].run(gathered_over_own_group) == [[0, 1]] * 2
+def test_communicator_of_existing_group_gathers(pools):
+    assert pools[2].run(gather_over_custom_group) == [[0, 1]] * 2
 
 
-def gathered_over_own_group(topology: Topology) -> list[int]:
-    own = Communicator("own", topology.rank, topology.world, topology.control.group, CollectiveLog())
-    return all_gather_json(own, topology.rank)
+def gather_over_custom_group(topology: Topology) -> list[int]:
+    communicator = Communicator("custom", topology.rank, topology.world, topology.control.group, CollectiveLog())
+    return all_gather_json(communicator, topology.rank)
 
 
-def test_rows_of_all_ranks_are_gathered_where_counts_differ(pools):
-    for rows, counts in pools[2].run(gathered_rows, [1, 3]) + pools[2].run(gathered_rows, [3, 0]):
+def test_mesh_all_gather_of_unequal_counts(pools):
+    for rows, counts in pools[2].run(gather_rows_of_ranks, [1, 3]) + pools[2].run(gather_rows_of_ranks, [3, 0]):
         assert counts in ([1, 3], [3, 0])
         assert rows == [[rank, i] for rank, count in enumerate(counts) for i in range(count)]
 
 
-def gathered_rows(topology: Topology, counts: list[int]) -> tuple[list[list[int]], list[int]]:
+def gather_rows_of_ranks(topology: Topology, counts: list[int]) -> tuple[list[list[int]], list[int]]:
     rows = torch.tensor([[topology.rank, i] for i in range(counts[topology.rank])], dtype=torch.int64)
-    gathered, found = all_gather_rows(topology.keys, topology.keys, rows.view(-1, 2))
-    return gathered.tolist(), found
+    gathered, gathered_counts = all_gather_rows(topology.keys, topology.keys, rows.view(-1, 2))
+    return gathered.tolist(), gathered_counts

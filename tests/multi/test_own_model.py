@@ -1,4 +1,4 @@
-"""Models of users' own on several ranks."""
+"""Custom models on several ranks."""
 
 import contextlib
 import io
@@ -18,37 +18,37 @@ from nestrec.distributed import Topology
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_model.py"
 
 
-SAID = re.compile(r"loss ([\d.]+) -> ([\d.]+); tables and weights equal to the bit: (\w{16})")
+OUTPUT_LINE = re.compile(r"loss ([\d.]+) -> ([\d.]+); tables and weights are bitwise identical: (\w{16})")
 
 
 def _run_example(topology: Topology) -> str:
-    """What it says on a rank whose process group is there already."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), pytest.MonkeyPatch.context() as patch:
+    """Run the example on a rank whose process group exists already, and return its output."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), pytest.MonkeyPatch.context() as patch:
         patch.setenv("WORLD_SIZE", str(topology.world))
         runpy.run_path(str(EXAMPLE), run_name="__main__")
-    return said.getvalue()
+    return output.getvalue()
 
 
-def check_lines(said: str) -> None:
+def check_output(output: str) -> None:
     assert len(EXAMPLE.read_text().splitlines()) <= 60
-    lines = SAID.findall(said)
-    assert len(lines) == 2, "of each rank; their lines may run into each other"
+    lines = OUTPUT_LINE.findall(output)
+    assert len(lines) == 2, "one line per rank; they may be interleaved"
     assert lines[0] == lines[1], "the ranks agree"
     assert float(lines[0][1]) < 0.9 * float(lines[0][0])
 
 
-def test_the_example_trains_on_two_ranks_and_nested_equals_serial(pools):
-    check_lines("\n".join(pools[2].run(_run_example)))
+def test_own_model_example_nested_equals_serial(pools):
+    check_output("\n".join(pools[2].run(_run_example)))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-def test_the_example_runs_under_torchrun():
+def test_own_model_example_runs_under_torchrun():
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(EXAMPLE)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == 0, ended.stderr
-    check_lines(ended.stdout)
+    completed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert completed.returncode == 0, completed.stderr
+    check_output(completed.stdout)
 
 
 class Sum(torch.nn.Module):
@@ -63,7 +63,7 @@ class Sum(torch.nn.Module):
 def _train(topology, counts) -> str:
     table = nestrec.Table("t", rows=9, dim=2)
     model = Sum()
-    torch.nn.init.constant_(model.scale, 1.0 + topology.rank)  # all take that of the first rank
+    torch.nn.init.constant_(model.scale, 1.0 + topology.rank)  # the weights of rank 0 are broadcast
     pipeline = nestrec.TrainingPipeline(model, [table], schedule="nested", topology=topology, micro_batches=2)
     try:
         for _ in pipeline.run({"t": np.arange(count) + step} for step, count in enumerate(counts[topology.rank])):
@@ -73,20 +73,21 @@ def _train(topology, counts) -> str:
         pipeline.close()
 
 
-def test_ranks_may_hold_unequal_samples_and_begin_with_the_weights_of_the_first(pools):
+def test_own_model_unequal_samples_and_broadcast_weights(pools):
     digests = pools[2].run(_train, [[3, 0, 2], [1, 4, 0]])
     assert digests[0] == digests[1]
 
 
-def test_a_rank_with_fewer_batches_is_named_on_every_rank(pools):
+def test_own_model_rank_with_fewer_batches_is_named(pools):
     failures = pools[2].outcomes(_train, [[3, 2, 1], [3, 2]])
-    assert ["rank=1: has fewer batches" in failure.text for failure in failures] == [True, True]
+    message = "rank=1: this rank has fewer batches than others"
+    assert [message in failure.text for failure in failures] == [True, True]
 
 
-def _with_a_bad_batch(topology, bad) -> str:
+def _train_with_invalid_batch(topology, kind) -> str:
     def batches():
         for step in range(6):
-            if step == 4 and topology.rank == 1 and bad == "lost":
+            if step == 4 and topology.rank == 1 and kind == "read error":
                 raise OSError("disk gone")
             yield {"t": np.array([0.5])} if step == 4 and topology.rank == 1 else {"t": np.arange(3) + step}
 
@@ -102,16 +103,16 @@ def _with_a_bad_batch(topology, bad) -> str:
     return ""
 
 
-def test_a_bad_batch_of_one_rank_ends_the_training_of_all_at_once_and_another_can_begin(pools):
-    other = "rank=1: could not give its batch"
-    said = "field of a batch=t: holds float64 where keys are whole numbers"
-    assert pools[2].run(_with_a_bad_batch, "float") == [other, said]
-    assert pools[2].run(_with_a_bad_batch, "lost") == [other, "disk gone"]
+def test_own_model_invalid_batch_ends_all_ranks(pools):
+    on_rank_0 = "rank=1: this rank failed to produce a batch. See the error of that rank."
+    on_rank_1 = "field of a batch=t: keys must be integers, not float64. Convert the keys to int64."
+    assert pools[2].run(_train_with_invalid_batch, "float") == [on_rank_0, on_rank_1]
+    assert pools[2].run(_train_with_invalid_batch, "read error") == [on_rank_0, "disk gone"]
     assert len(set(pools[2].run(_train, [[3], [3]]))) == 1
 
 
-class Frozen(Sum):
-    """Parts that no gradient comes to."""
+class FrozenWeightsModel(Sum):
+    """A model with a frozen weight and a buffer."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -124,35 +125,36 @@ class Frozen(Sum):
 
 
 def _frozen(topology) -> tuple[list, list]:
-    model = Frozen(topology.rank)
+    model = FrozenWeightsModel(topology.rank)
     nestrec.TrainingPipeline(model, [nestrec.Table("t", rows=9, dim=2)], topology=topology).close()
     return model.fixed.tolist(), model.mask.tolist()
 
 
-def test_frozen_weights_and_buffers_are_those_of_the_first_rank_too(pools):
+def test_own_model_frozen_weights_are_broadcast(pools):
     assert pools[2].run(_frozen) == [([[1.0, 1.0], [1.0, 1.0]], [True, True])] * 2
 
 
-def _different(topology, what) -> None:
-    dim = 2 + topology.rank * (what == "table")
-    model = torch.nn.Linear(1 + topology.rank * (what == "shape"), 1)
-    model.bias.requires_grad_(topology.rank == 0 or what != "learns")
+def _create_different_pipelines(topology, difference) -> None:
+    dim = 2 + topology.rank * (difference == "table")
+    model = torch.nn.Linear(1 + topology.rank * (difference == "shape"), 1)
+    model.bias.requires_grad_(topology.rank == 0 or difference != "learns")
     nestrec.TrainingPipeline(model, [nestrec.Table("t", rows=9, dim=dim)], topology=topology)
 
 
 @pytest.mark.parametrize(
-    ("what", "words"),
+    ("difference", "message"),
     [
         ("table", "tables[0].dim=2: rank 1 differs from rank 0 (3)"),
         ("shape", "weights of the model.weight.shape[1]=1: rank 1 differs from rank 0 (2)"),
         ("learns", "weights of the model.bias.learns=True: rank 1 differs from rank 0 (False)"),
     ],
 )
-def test_what_differs_between_ranks_is_named(pools, what, words):
-    assert [words in failure.text for failure in pools[2].outcomes(_different, what)] == [True, True]
+def test_own_model_differences_between_ranks_are_named(pools, difference, message):
+    failures = pools[2].outcomes(_create_different_pipelines, difference)
+    assert [message in failure.text for failure in failures] == [True, True]
 
 
-def _on_own_disks(topology, folders) -> str:
+def _train_on_separate_disks(topology, folders) -> str:
     store = nestrec.embedding.StoreConfig(kind="disk", folder=folders[topology.rank])
     table = nestrec.Table("t", rows=9, dim=2, store=store)
     pipeline = nestrec.TrainingPipeline(Sum(), [table], topology=topology)
@@ -162,31 +164,31 @@ def _on_own_disks(topology, folders) -> str:
     return digest
 
 
-def test_every_rank_may_have_a_disk_of_its_own(pools, tmp_path):
+def test_own_model_checkpoints_on_separate_disks(pools, tmp_path):
     folders = [str(tmp_path / name) for name in ("a", "b")]
-    assert len(set(pools[2].run(_on_own_disks, folders))) == 1
+    assert len(set(pools[2].run(_train_on_separate_disks, folders))) == 1
 
 
-def _saved_or_restored(topology, folder, steps) -> tuple[str, dict | None, float]:
+def _resume_and_save(topology, folder, steps) -> tuple[str, dict | None, float]:
     model = Sum()
     adam = torch.optim.Adam(model.parameters(), lr=0.1)
     table = nestrec.Table("t", rows=9, dim=2, optimizer="adam")
     dynamic = nestrec.Table("u", rows=None, dim=2)
     pipeline = nestrec.TrainingPipeline(model, [table, dynamic], dense_optimizer=adam, topology=topology)
-    saved = nestrec.PipelineCheckpoints(pipeline, folder)
-    state = saved.restore()
+    checkpoints = nestrec.PipelineCheckpoints(pipeline, folder)
+    state = checkpoints.restore()
     for step in range(pipeline.number, steps):
         pipeline.step({"t": np.arange(3) + step, "u": np.array([step, 10**12 + step, topology.rank])})
         adam.param_groups[0]["lr"] *= 0.5
-    saved.save({"steps": steps})
-    found = pipeline.digest(), state, adam.param_groups[0]["lr"]
+    checkpoints.save({"steps": steps})
+    result = pipeline.digest(), state, adam.param_groups[0]["lr"]
     pipeline.close()
-    return found
+    return result
 
 
-def test_what_two_ranks_saved_is_taken_back_by_one_and_by_two(pools, tmp_path):
-    (first, nothing, rate), _ = pools[2].run(_saved_or_restored, str(tmp_path), 3)
-    assert nothing is None
-    again = pools[2].run(_saved_or_restored, str(tmp_path), 3)
-    assert again == [(first, {"steps": 3}, rate)] * 2
-    assert _saved_or_restored(Topology.single(), str(tmp_path), 3) == (first, {"steps": 3}, rate)
+def test_own_model_checkpoint_of_two_ranks_loads_on_one_and_two(pools, tmp_path):
+    (first, state, rate), _ = pools[2].run(_resume_and_save, str(tmp_path), 3)
+    assert state is None
+    resumed = pools[2].run(_resume_and_save, str(tmp_path), 3)
+    assert resumed == [(first, {"steps": 3}, rate)] * 2
+    assert _resume_and_save(Topology.single(), str(tmp_path), 3) == (first, {"steps": 3}, rate)

@@ -1,4 +1,4 @@
-"""Gradients summed over replica groups: training as one group, to rounding; copies alike, to the bit."""
+"""Gradients summed over replica groups: equal to one group within tolerance, and replicas are bitwise identical."""
 
 import functools
 from dataclasses import replace
@@ -13,11 +13,11 @@ from nestrec.embedding.routing import replica_reduction
 
 EXACT = ["dual_buffer", "frozen_window", "nested", "priority"]
 GROUPS = {
-    2: ParallelConfig(replicas=2),
-    4: ParallelConfig(replicas=2, placement="replicas_contiguous"),
+    2: ParallelConfig(num_replicas=2),
+    4: ParallelConfig(num_replicas=2, replica_layout="replicas_contiguous"),
 }
 CASES = [
-    # Every optimiser, exact schedule, number of ranks and cache setting occurs; the full grid is slow.
+    # Every optimizer, exact schedule, number of ranks and cache setting occurs; the full grid is slow.
     (2, "sgd", "serial", False), (4, "adagrad", "nested", True), (2, "rowwise_adagrad", "dual_buffer", True),
     (4, "adam", "frozen_window", False), (2, "rowwise_adam", "nested", False), (4, "rowwise_adagrad", "serial", True),
     (2, "adam", "priority", True),
@@ -41,7 +41,7 @@ def check_equality(pools, world: int, schedule: str, job: Job) -> None:
 
 
 @pytest.mark.parametrize(("world", "optimizer", "schedule", "window_cache"), CASES)
-def test_groups_that_sum_gradients_train_as_one(pools, world, optimizer, schedule, window_cache):
+def test_replica_gradients_equal_one_group(pools, world, optimizer, schedule, window_cache):
     check_equality(pools, world, schedule, Job(num_steps=10, optimizer=optimizer, window_cache=window_cache))
 
 
@@ -50,28 +50,33 @@ def test_groups_that_sum_gradients_train_as_one(pools, world, optimizer, schedul
 @pytest.mark.parametrize("schedule", ["serial", *EXACT])
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "rowwise_adagrad", "adam", "rowwise_adam"])
 @pytest.mark.parametrize("world", [2, 4])
-def test_groups_that_sum_gradients_train_as_one_over_100_steps_on_the_full_grid(
-    pools, world, optimizer, schedule, window_cache
-):
+def test_replica_gradients_equal_one_group_full_grid(pools, world, optimizer, schedule, window_cache):
     check_equality(pools, world, schedule, Job(num_steps=100, optimizer=optimizer, window_cache=window_cache))
 
 
-BETWEEN_TWO = (2, 2, Job(stream="distance_one", store="dram", fences=(5,)))
-OF_TWO_SHARDS = (4, 2, Job(stream="zipf", window_cache=True, shares=(9, 0, 1, 2), short_steps={8: 1}))
-OF_FOUR = (4, 4, Job(stream="distance_two", admission={"admission_count": 2, "eviction": "lru", "max_rows": 12}))
+TWO_REPLICAS = (2, 2, Job(stream="distance_one", store="dram", fences=(5,)))
+TWO_REPLICAS_OF_TWO_SHARDS = (4, 2, Job(stream="zipf", window_cache=True, shares=(9, 0, 1, 2), short_steps={8: 1}))
+FOUR_REPLICAS = (
+    4,
+    4,
+    Job(stream="distance_two", admission={"admission_threshold": 2, "eviction_policy": "lru", "max_rows": 12}),
+)
 
 
 @pytest.mark.parametrize(
     ("world", "replicas", "job", "schedules"),
     [
-        (*BETWEEN_TWO, EXACT),
-        (*OF_TWO_SHARDS, ["nested", "priority"]),
-        (*OF_FOUR, ["frozen_window", "nested"]),
-        *(pytest.param(*groups, EXACT, marks=pytest.mark.slow) for groups in (OF_TWO_SHARDS, OF_FOUR)),
+        (*TWO_REPLICAS, EXACT),
+        (*TWO_REPLICAS_OF_TWO_SHARDS, ["nested", "priority"]),
+        (*FOUR_REPLICAS, ["frozen_window", "nested"]),
+        *(
+            pytest.param(*groups, EXACT, marks=pytest.mark.slow)
+            for groups in (TWO_REPLICAS_OF_TWO_SHARDS, FOUR_REPLICAS)
+        ),
     ],
 )
-def test_exact_schedules_equal_serial_with_replica_groups(pools, world, replicas, job, schedules):
-    job = replace(job, ranks=ParallelConfig(replicas=replicas), num_steps=10)
+def test_replica_gradients_schedules_equal_serial(pools, world, replicas, job, schedules):
+    job = replace(job, ranks=ParallelConfig(num_replicas=replicas), num_steps=10)
     serial = pools[world].run(train, "serial", job)
     assert len({tuple(result["tables"]) for result in serial}) == 1
     for schedule in schedules:
@@ -80,30 +85,33 @@ def test_exact_schedules_equal_serial_with_replica_groups(pools, world, replicas
         assert all(result["issued"] == results[0]["issued"] for result in results)
 
 
-def test_a_gradient_crosses_once_and_only_for_touched_rows(pools):
-    job = Job(stream="no_overlap", num_steps=8, ranks=ParallelConfig(replicas=2))
+def test_replica_gradients_are_sent_once_for_touched_rows(pools):
+    job = Job(stream="no_overlap", num_steps=8, ranks=ParallelConfig(num_replicas=2))
     for result in pools[2].run(train, "serial", job):
         sent = result["statistics"]
-        # One shard a group: the owner is asked for each distinct key of its own batch, and nothing else crosses.
+        # One shard per group: the owner gets each unique key of its batch once, and nothing else is sent.
         assert sent.replicas.rows <= sent.gradients.rows
         assert sent.replicas.bytes_sent == sent.replicas.rows * 8 * 4
         assert sent.gradients.bytes_sent == 0
 
 
 def replica_bytes(topology: Topology, job: Job, *, is_direct: bool) -> tuple[list[str], int]:
-    """Digests of the tables and bytes between holders, with all sums over holders direct or as they are."""
+    """Return the digests of the tables and the bytes sent between replicas.
+
+    With `is_direct`, all sums over replicas are direct reductions; otherwise, they may be scattered reductions.
+    """
     least = replica_reduction._FEWEST_HOLDERS
     replica_reduction._FEWEST_HOLDERS = 99 if is_direct else least
     try:
-        found = train(topology, "nested", job)
+        result = train(topology, "nested", job)
     finally:
         replica_reduction._FEWEST_HOLDERS = least
-    return found["tables"], found["statistics"].replicas.bytes_sent
+    return result["tables"], result["statistics"].replicas.bytes_sent
 
 
 @pytest.mark.parametrize("window_cache", [False, True])
-def test_sums_that_are_scattered_over_holders_have_the_same_bits_and_fewer_bytes(pools, window_cache):
-    ranks = ParallelConfig(replicas=4)
+def test_replica_gradients_reduce_scatter_is_bitwise(pools, window_cache):
+    ranks = ParallelConfig(num_replicas=4)
     job = Job(
         num_steps=8, num_samples=96, num_micro_batches=2, ranks=ranks, window_cache=window_cache, stream="distance_two"
     )

@@ -1,4 +1,4 @@
-"""Tables that every rank holds whole: the same run as with sharded ones, from and into the same checkpoints."""
+"""Replicated tables: a run has the same results and the same checkpoints as with sharded tables."""
 
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,8 @@ from nestrec.exporters.servable_writer import restored_session
 from support.tiny_runs import make_datasets
 
 pytestmark = pytest.mark.timeout(300)
-MORE = {"training.epochs": 1000, "training.evaluate_every_epochs": 0, "batch.batch_samples": 13}
-STEPS, PLACEMENT = "training.max_steps", "tables.*.placement"
+MORE = {"training.epochs": 1000, "training.eval_every_epochs": 0, "batch.batch_size": 13}
+MAX_STEPS = "training.max_steps"
 
 
 @pytest.fixture(scope="module")
@@ -25,45 +25,48 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def test_a_run_goes_on_with_other_placements_of_its_tables_to_the_bit(pools, data: str, tmp_path: Path) -> None:
-    def on_2(run: str, more: dict[str, object]) -> list[dict[str, Any]]:
+def test_replicated_tables_resume_with_other_placement(pools, data: str, tmp_path: Path) -> None:
+    def train_on_2(run: str, more: dict[str, object]) -> list[dict[str, Any]]:
         return pools[2].run(train, "ranking", data, str(tmp_path / run), {**MORE, **more})
 
-    whole = on_2("whole", {STEPS: 9})
+    uninterrupted = train_on_2("uninterrupted", {MAX_STEPS: 9})
     placements = {3: "sharded", 6: "replicated", 9: "auto"}
-    parts = [on_2("run", {STEPS: step, PLACEMENT: placement}) for step, placement in placements.items()]
-    assert [loss for part in parts for loss in part[0]["losses"]] == whole[0]["losses"]
-    assert parts[-1][0]["digests"] == whole[0]["digests"]
-    shards, copies = ([rank["slots"]["items"] for rank in part] for part in (parts[0], parts[1]))
-    assert copies == [sum(shards)] * 2, "every rank held all rows"
+    parts = [
+        train_on_2("run", {MAX_STEPS: step, "tables.*.placement": placement}) for step, placement in placements.items()
+    ]
+    assert [loss for part in parts for loss in part[0]["losses"]] == uninterrupted[0]["losses"]
+    assert parts[-1][0]["digests"] == uninterrupted[0]["digests"]
+    shards, replicas = ([rank["slots"]["items"] for rank in part] for part in (parts[0], parts[1]))
+    assert replicas == [sum(shards)] * 2, "every rank had all rows"
     topics = [rank["slots"]["item_topic"] for rank in parts[-1]]
-    assert topics == [2, 2], "all micro-batches ask for both of its rows, so fewer bytes cross of what all ranks hold"
-    held = on_2("run", {STEPS: 10, PLACEMENT: "replicated"})
+    assert topics == [2, 2], "all micro-batches use both rows, so that replication sends fewer bytes"
+    replicated = train_on_2("run", {MAX_STEPS: 10, "tables.*.placement": "replicated"})
     with restored_session(tmp_path / "run", best=False) as (session, _):
         alone = {name: session.engine.digest(name) for name in session.engine.tables}
-    assert alone == held[0]["digests"], "one rank reads what two saved, each a part of what both had"
+    assert alone == replicated[0]["digests"], "one rank loads the rows of two ranks that each saved a part of a replica"
 
 
 @pytest.mark.slow
-def test_evaluation_reads_tables_that_all_ranks_hold_as_it_reads_sharded_ones(pools, data: str, tmp_path: Path) -> None:
+def test_replicated_tables_evaluation_equals_sharded(pools, data: str, tmp_path: Path) -> None:
     run = str(tmp_path / "run")
-    train(Topology.single(), "hstu", data, run, {**MORE, STEPS: 3})
-    found = [
-        pools[2].run(measure, "hstu", data, run, {**MORE, STEPS: 3, PLACEMENT: p}) for p in ("sharded", "replicated")
+    train(Topology.single(), "hstu", data, run, {**MORE, MAX_STEPS: 3})
+    results = [
+        pools[2].run(measure, "hstu", data, run, {**MORE, MAX_STEPS: 3, "tables.*.placement": p})
+        for p in ("sharded", "replicated")
     ]
-    for sharded, replicated in zip(*found, strict=True):
+    for sharded, replicated in zip(*results, strict=True):
         for part, details in sharded.items():
             for name, values in details.items():
                 np.testing.assert_array_equal(values, replicated[part][name])
 
 
-def sent(topology: Topology, placement: str) -> dict[str, int]:
-    """Bytes that a rank sends in a step of three micro-batches, each of which asks for every row."""
+def bytes_sent(topology: Topology, placement: str) -> dict[str, int]:
+    """Return the bytes that a rank sends in a step of three micro-batches that each use every row."""
     table = TableConfig(name="t", dim=5, num_rows=40, placement=placement)
     engine = EmbeddingEngine([table], topology)
     parts = [{"t": np.arange(40)}] * 3
     routed = engine.route(*parts)
-    working = engine.fetch(routed, step=1)
+    working = engine.fetch_rows(routed, step=1)
     for p in range(3):
         vectors = engine.exchange_vectors(routed, working, p)["t"]
         engine.accumulate(routed, working, {"t": torch.ones_like(vectors)}, p)
@@ -72,8 +75,8 @@ def sent(topology: Topology, placement: str) -> dict[str, int]:
     return {leg: getattr(statistics, leg).bytes_sent for leg in ("vectors", "gradients", "replicas")}
 
 
-def test_vectors_of_tables_that_all_ranks_hold_do_not_cross_and_sums_do_once(pools) -> None:
-    sharded, replicated = (pools[2].run(sent, placement) for placement in ("sharded", "replicated"))
+def test_replicated_tables_send_only_gradient_sums(pools) -> None:
+    sharded, replicated = (pools[2].run(bytes_sent, placement) for placement in ("sharded", "replicated"))
     assert [r["gradients"] for r in replicated] == [s["gradients"] for s in sharded]
     assert {s["replicas"] for s in sharded} == {r["vectors"] for r in replicated} == {0}
     assert sum(r["replicas"] for r in replicated) == 40 * 5 * 4

@@ -1,4 +1,4 @@
-"""A table saved by some ranks is the same table on any other number of ranks."""
+"""Tables saved by four ranks load on any other number of ranks."""
 
 import pytest
 from engine_jobs import load, save
@@ -13,18 +13,18 @@ def saved_on_4(pools, tmp_path_factory):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_loading_on_another_number_of_ranks_keeps_the_digest(pools, saved_on_4, world, tmp_path):
+def test_tables_load_on_other_number_of_ranks(pools, saved_on_4, world, tmp_path):
     folder, digests = saved_on_4
 
-    def on(world: int, source: str, target: str | None) -> list:
+    def load_on(world: int, source: str, target: str | None) -> list:
         if world == 1:
             return [load(Topology.single(), source, target)]
         return pools[world].run(load, source, target)
 
-    results = on(world, str(folder), str(tmp_path))
-    back = on(4, str(tmp_path), None)
-    undisturbed = on(4, str(folder), None)
-    assert all(result[0] == digests for result in [*results, *back])
-    assert back[0][1] == undisturbed[0][1]
-    assert results[0][1] == pytest.approx(undisturbed[0][1], rel=1e-12)
-    assert [sum(r[2][t] for r in results) for t in (0, 1)] == [sum(r[2][t] for r in undisturbed) for t in (0, 1)]
+    results = load_on(world, str(folder), str(tmp_path))
+    back_on_4 = load_on(4, str(tmp_path), None)
+    direct = load_on(4, str(folder), None)
+    assert all(result[0] == digests for result in [*results, *back_on_4])
+    assert back_on_4[0][1] == direct[0][1]
+    assert results[0][1] == pytest.approx(direct[0][1], rel=1e-12)
+    assert [sum(r[2][t] for r in results) for t in (0, 1)] == [sum(r[2][t] for r in direct) for t in (0, 1)]

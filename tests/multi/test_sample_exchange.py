@@ -1,4 +1,4 @@
-"""Samples moved between real ranks: every sample arrives exactly once, where the partition says, with all its bytes."""
+"""Samples exchanged between ranks: every sample arrives exactly once, on the rank of the partition, unchanged."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 
 from nestrec.balance import POLICIES, BalanceConfig, CostModel, balance
 from nestrec.balance.sample_exchange import SampleExchange, exchange_samples
-from nestrec.data.batch_order import contiguous_shares
+from nestrec.data.batch_order import contiguous_bounds
 from nestrec.data.dataset import DatasetRows
 from nestrec.data.flat_arrays import offsets_of_lengths
 from nestrec.data.synthetic.synthetic_logs import lengths as draw_lengths
@@ -24,10 +24,10 @@ def ranks(pools, request: pytest.FixtureRequest) -> tuple[RankPool, int]:
 
 
 def sample_rows(ids: NDArray[np.int64], lengths: NDArray[np.int64]) -> DatasetRows:
-    """Every value tells its sample and its place; columns of different widths and of different lengths."""
+    """Return rows whose values encode sample and position, in columns of different widths and lengths."""
     offsets = offsets_of_lengths(lengths)
-    places = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
-    items = np.repeat(ids, lengths) * 100_000 + places
+    positions = np.arange(offsets[-1]) - np.repeat(offsets[:-1], lengths)
+    items = np.repeat(ids, lengths) * 100_000 + positions
     extras = np.repeat(ids, ids % 3).astype(np.int16)
     return DatasetRows(
         indices=ids,
@@ -41,55 +41,55 @@ def global_batch(num_samples: int) -> tuple[NDArray[np.int64], NDArray[np.int64]
     return ids, draw_lengths("turbogr-kuai", num_samples, 5).astype(np.int64), ids % 11
 
 
-def trade(topology: Topology, policy: str, num_samples: int, counts: list[int] | None) -> SampleExchange:
+def exchange(topology: Topology, policy: str, num_samples: int, counts: list[int] | None) -> SampleExchange:
     ids, lengths, candidates = global_batch(num_samples)
-    bounds = contiguous_shares(num_samples, topology.world) if counts is None else offsets_of_lengths(np.array(counts))
+    bounds = contiguous_bounds(num_samples, topology.world) if counts is None else offsets_of_lengths(np.array(counts))
     part = slice(bounds[topology.rank], bounds[topology.rank + 1])
     cfg = BalanceConfig(policy=policy, cost=COST)
     rows = sample_rows(ids[part], lengths[part])
     return exchange_samples(topology.control, cfg, rows, lengths[part], candidates[part])
 
 
-def assert_rows_equal(found: DatasetRows, expected: DatasetRows) -> None:
-    assert found.indices.tolist() == expected.indices.tolist()
+def assert_rows_equal(rows: DatasetRows, expected: DatasetRows) -> None:
+    assert rows.indices.tolist() == expected.indices.tolist()
     for name, values in expected.scalars.items():
-        assert found.scalars[name].dtype == values.dtype
-        assert found.scalars[name].tolist() == values.tolist()
+        assert rows.scalars[name].dtype == values.dtype
+        assert rows.scalars[name].tolist() == values.tolist()
     for name, (values, offsets) in expected.lists.items():
-        assert found.lists[name][0].dtype == values.dtype
-        assert found.lists[name][0].tolist() == values.tolist()
-        assert found.lists[name][1].tolist() == offsets.tolist()
+        assert rows.lists[name][0].dtype == values.dtype
+        assert rows.lists[name][0].tolist() == values.tolist()
+        assert rows.lists[name][1].tolist() == offsets.tolist()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_exchange_equals_a_reader_of_any_sample(ranks: tuple[RankPool, int], policy: str) -> None:
+def test_sample_exchange_equals_partition(ranks: tuple[RankPool, int], policy: str) -> None:
     pool, world = ranks
     ids, lengths, candidates = global_batch(64)
     groups = balance(BalanceConfig(policy=policy, cost=COST), lengths, world, candidates=candidates)
-    for group, found in zip(groups, pool.run(trade, policy, 64, None), strict=True):
-        assert_rows_equal(found.rows, sample_rows(ids[group], lengths[group]))
-        assert found.lengths.tolist() == lengths[group].tolist()
+    for group, result in zip(groups, pool.run(exchange, policy, 64, None), strict=True):
+        assert_rows_equal(result.rows, sample_rows(ids[group], lengths[group]))
+        assert result.lengths.tolist() == lengths[group].tolist()
 
 
 @pytest.mark.parametrize("policy", ["refined", "karmarkar_karp", "token_threshold"])
-def test_unequal_counts_and_empty_ranks_lose_nothing(ranks: tuple[RankPool, int], policy: str) -> None:
+def test_sample_exchange_of_unequal_counts_is_lossless(ranks: tuple[RankPool, int], policy: str) -> None:
     pool, world = ranks
     for counts in ([0] * (world - 1) + [30], [1] + [0] * (world - 1), [0] * world):
-        results = pool.run(trade, policy, sum(counts), counts)
-        found = np.sort(np.concatenate([r.rows.indices for r in results]))
-        assert found.tolist() == np.sort(global_batch(sum(counts))[0]).tolist()
+        results = pool.run(exchange, policy, sum(counts), counts)
+        received = np.sort(np.concatenate([r.rows.indices for r in results]))
+        assert received.tolist() == np.sort(global_batch(sum(counts))[0]).tolist()
 
 
-def test_refined_evens_the_ranks_and_all_agree_on_the_figures(ranks: tuple[RankPool, int]) -> None:
+def test_sample_exchange_refined_balances_ranks(ranks: tuple[RankPool, int]) -> None:
     pool, _ = ranks
-    before, after = pool.run(trade, "fixed", 64, None), pool.run(trade, "refined", 64, None)
-    assert before[0].evenness.imbalance > 0.05
-    assert after[0].evenness.imbalance < 0.01
-    assert len({(r.evenness, r.moved_bytes) for r in after}) == 1
+    before, after = pool.run(exchange, "fixed", 64, None), pool.run(exchange, "refined", 64, None)
+    assert before[0].metrics.imbalance > 0.05
+    assert after[0].metrics.imbalance < 0.01
+    assert len({(r.metrics, r.moved_bytes) for r in after}) == 1
 
 
 def counted_bytes(topology: Topology) -> tuple[int, int]:
-    """Bytes that this rank sends to others, counted in the all-to-all itself, and the figure that is reported."""
+    """Return the reported number of moved bytes, and the bytes that this rank sent in the all-to-all."""
     import nestrec.balance.sample_exchange as module
 
     original = module.all_to_all_rows
@@ -101,23 +101,23 @@ def counted_bytes(topology: Topology) -> tuple[int, int]:
 
     module.all_to_all_rows = counting
     try:
-        return trade(topology, "refined", 64, None).moved_bytes, sum(sent)
+        return exchange(topology, "refined", 64, None).moved_bytes, sum(sent)
     finally:
         module.all_to_all_rows = original
 
 
-def test_moved_bytes_are_the_bytes_sent(ranks: tuple[RankPool, int]) -> None:
+def test_sample_exchange_reports_bytes_sent(ranks: tuple[RankPool, int]) -> None:
     pool, _ = ranks
     results = pool.run(counted_bytes)
     assert results[0][0] == sum(sent for _, sent in results) > 0
 
 
-def test_fixed_moves_nothing(ranks: tuple[RankPool, int]) -> None:
+def test_sample_exchange_fixed_moves_no_samples(ranks: tuple[RankPool, int]) -> None:
     pool, _ = ranks
-    assert [r.moved_bytes for r in pool.run(trade, "fixed", 64, None)] == [0] * ranks[1]
+    assert [r.moved_bytes for r in pool.run(exchange, "fixed", 64, None)] == [0] * ranks[1]
 
 
-def test_one_rank_alone_keeps_its_samples() -> None:
+def test_sample_exchange_of_one_rank_keeps_samples() -> None:
     ids, lengths, _ = global_batch(9)
     alone = exchange_samples(
         Topology.single().control, BalanceConfig(policy="refined"), sample_rows(ids, lengths), lengths

@@ -1,4 +1,4 @@
-"""The training loop over ranks and under a pipelined schedule: reports, evaluations and saves in the middle of it."""
+"""The training loop on several ranks with pipelined schedules, including reports, evaluations and checkpoints."""
 
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,8 @@ RUN = {
     "training.max_steps": 23,
     "training.epochs": 20,
     "training.checkpoint_every_steps": 7,
-    "batch.micro_batches": 3,
-    "training.evaluate_every_epochs": 4,
+    "batch.num_micro_batches": 3,
+    "training.eval_every_epochs": 4,
 }
 
 
@@ -27,7 +27,7 @@ def train(topology: Topology, data: str, folder: str, more: dict[str, Any]) -> l
 
 
 @pytest.mark.parametrize("mode", ["read", pytest.param("exchange", marks=pytest.mark.slow)])
-def test_a_balanced_run_on_two_ranks_is_the_serial_run_and_its_collectives_have_one_order(pools, tmp_path, mode):
+def test_schedules_balanced_run_equals_serial(pools, tmp_path, mode):
     make_datasets(tmp_path / "data")
     more = {"balance.policy": "refined", "balance.mode": mode, "pipeline.window_cache": True}
     digests = {}
@@ -35,8 +35,8 @@ def test_a_balanced_run_on_two_ranks_is_the_serial_run_and_its_collectives_have_
         folder = tmp_path / schedule
         issued = pools[2].run(train, str(tmp_path / "data"), str(folder), {**more, "pipeline.schedule": schedule})
         digests[schedule] = run_digest(folder)
-        mine, theirs = ([entry for entry in log if not entry.startswith("samples.")] for log in issued)
-        assert mine == theirs
+        first, second = ([entry for entry in log if not entry.startswith("samples.")] for log in issued)
+        assert first == second
     assert digests["nested"] == digests["serial"]
 
 
@@ -44,20 +44,20 @@ FEATURES = {
     "task.inputs.item_features": ",".join(ITEM_FEATURES),
     "task.inputs.event_features": ",".join(EVENT_FEATURES),
     "task.inputs.user_features": ",".join(USER_FEATURES),
-    "task.inputs.context": "device,place",
-    "task.inputs.actions": "click,buy",
+    "task.inputs.context_features": "device,place",
+    "task.inputs.target_actions": "click,buy",
     "tables.tags.pooling": "sum",
     "tables.brand.dim": "3",
     "tables.*.dtype": "bfloat16",
-    "tables.items.ids": "dynamic",
+    "tables.items.id_mode": "dynamic",
     "training.max_steps": "9",
-    "training.evaluate_every_epochs": "0",
+    "training.eval_every_epochs": "0",
 }
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 4])
-def test_a_run_with_features_of_every_kind_is_the_serial_run(pools, tmp_path, world):
+def test_schedules_with_all_feature_kinds_equal_serial(pools, tmp_path, world):
     data = write_featured_log(tmp_path / "log")
     digests = set()
     for schedule in ("serial", "dual_buffer", "frozen_window", "nested", "priority"):

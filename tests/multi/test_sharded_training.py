@@ -1,4 +1,4 @@
-"""Sharded training is unsharded training, on any number of ranks."""
+"""Sharded training equals unsharded training on any number of ranks."""
 
 import numpy as np
 import pytest
@@ -18,7 +18,7 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 class RowWise(torch.optim.Optimizer):
-    """The row-wise twins, on dense gradients of the rows that a batch used."""
+    """Reference implementation of the row-wise optimizers, on dense gradients of the rows that a batch used."""
 
     def __init__(self, parameters, kind):
         super().__init__(parameters, {"kind": kind})
@@ -42,20 +42,20 @@ class RowWise(torch.optim.Optimizer):
 
 
 def unsharded(kind: str, num_steps: int) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """The same training with torch.nn.Embedding and torch's own optimisers."""
+    """Train with torch.nn.Embedding and the optimizers of torch, and return the tables and the losses."""
     engine = EmbeddingEngine(tables(kind), Topology.single())
-    begin = engine.lookup_readonly({"history": np.arange(NUM_ROWS), "target": np.empty(0, np.int64), "user": USERS})
+    initial = engine.lookup_readonly({"history": np.arange(NUM_ROWS), "target": np.empty(0, np.int64), "user": USERS})
     is_sparse = kind == "adam"
-    item = torch.nn.Embedding.from_pretrained(begin["history"].clone(), freeze=False, sparse=is_sparse)
-    user = torch.nn.Embedding.from_pretrained(begin["user"].clone(), freeze=False, sparse=is_sparse)
-    both = [item.weight, user.weight]
+    item = torch.nn.Embedding.from_pretrained(initial["history"].clone(), freeze=False, sparse=is_sparse)
+    user = torch.nn.Embedding.from_pretrained(initial["user"].clone(), freeze=False, sparse=is_sparse)
+    weights = [item.weight, user.weight]
     if kind.startswith("rowwise"):
-        optimizer = RowWise(both, kind)
+        optimizer = RowWise(weights, kind)
     else:
         optimizer = {
-            "sgd": lambda: torch.optim.SGD(both, LEARNING_RATE),
-            "adagrad": lambda: torch.optim.Adagrad(both, LEARNING_RATE, eps=1e-8),
-            "adam": lambda: torch.optim.SparseAdam(both, LEARNING_RATE),
+            "sgd": lambda: torch.optim.SGD(weights, LEARNING_RATE),
+            "adagrad": lambda: torch.optim.Adagrad(weights, LEARNING_RATE, eps=1e-8),
+            "adam": lambda: torch.optim.SparseAdam(weights, LEARNING_RATE),
         }[kind]()
     losses = []
     for step in range(1, num_steps + 1):
@@ -88,14 +88,14 @@ def test_sharded_equals_unsharded_for_every_row_optimizer(pools, kind, num_steps
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_two_runs_of_one_layout_are_equal_to_the_bit(pools, world):
+def test_sharded_training_repeated_run_is_bitwise(pools, world):
     first, second = (pools[world].run(train, "adam", 20, 3) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         assert a["digests"] == b["digests"] == first[0]["digests"]
         assert a["losses"] == b["losses"]
 
 
-def test_float32_agrees_with_one_rank_to_rounding(pools):
+def test_sharded_training_float32_close_to_one_rank(pools):
     alone = train(Topology.single(), "rowwise_adagrad", 50, dtype="float32")
     for world in (2, 4):
         result = pools[world].run(train, "rowwise_adagrad", 50, 1, "float32")[0]
@@ -103,15 +103,15 @@ def test_float32_agrees_with_one_rank_to_rounding(pools):
 
 
 @pytest.mark.parametrize("kind", ["rowwise_adagrad", "adam"])
-def test_micro_batches_sum_to_the_batch(pools, kind):
-    whole = pools[2].run(train, kind, 30, 1)[0]
-    parts = pools[2].run(train, kind, 30, 3)[0]
-    for name, vectors in whole["vectors"].items():
-        assert relative(parts["vectors"][name], vectors) < 1e-9
+def test_micro_batches_equal_full_batch(pools, kind):
+    full_batch = pools[2].run(train, kind, 30, 1)[0]
+    micro_batches = pools[2].run(train, kind, 30, 3)[0]
+    for name, vectors in full_batch["vectors"].items():
+        assert relative(micro_batches["vectors"][name], vectors) < 1e-9
 
 
 @pytest.mark.parametrize("shares", [[12, 0, 0, 0], [0, 0, 12, 0], [5, 0, 1, 6]])
-def test_ranks_without_samples_take_part_and_nothing_is_lost(pools, shares):
+def test_sharded_training_with_empty_ranks_equals_one_rank(pools, shares):
     expected = train(Topology.single(), "adagrad", 10)
     for result in pools[4].run(train, "adagrad", 10, 2, "float64", "device", "", shares):
         np.testing.assert_allclose(result["losses"], expected["losses"], rtol=1e-9)
@@ -120,7 +120,7 @@ def test_ranks_without_samples_take_part_and_nothing_is_lost(pools, shares):
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_stores_give_the_same_bits(pools, world, tmp_path):
+def test_stores_are_bitwise_equal(pools, world, tmp_path):
     def run(store: str) -> dict:
         if world == 1:
             return train(Topology.single(), "adam", 30, 2, store=store, folder=str(tmp_path))
@@ -132,13 +132,13 @@ def test_stores_give_the_same_bits(pools, world, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_all_ranks_issue_the_same_collectives_in_the_same_order(pools):
+def test_sharded_training_issues_collectives_in_one_order(pools):
     issued = [result["issued"] for result in pools[4].run(train, "sgd", 5, 2)]
     assert len(issued[0]) == 5 * (2 + 2 * 2 + 1), "sizes and keys, vectors and gradients of two parts, the loss"
     assert all(other == issued[0] for other in issued)
 
 
-def test_bytes_sent_equal_bytes_of_keys_and_vectors_that_leave_a_rank(pools):
+def test_sharded_training_bytes_sent_match_keys_and_vectors(pools):
     results = pools[2].run(train, "sgd", 5)
     keys, vectors, gradients = (
         sum(getattr(r["sent"], leg).bytes_sent for r in results) for leg in ("keys", "vectors", "gradients")
@@ -149,23 +149,23 @@ def test_bytes_sent_equal_bytes_of_keys_and_vectors_that_leave_a_rank(pools):
 
 
 def clipped(topology: Topology) -> list[list[float]]:
-    """Weights after a step in which every rank and micro-batch has a part of the gradient."""
+    """Return the weights after a step with clipping, in which every rank and micro-batch has a part of the gradient."""
     torch.manual_seed(1)
     model = torch.nn.Linear(3, 2, dtype=torch.float64)
-    dense = DenseOptimizer(model, OptimizerConfig(clip_norm=0.5, eps=1.0), topology, torch.device("cpu"))
-    whole = [
+    dense = DenseOptimizer(model, OptimizerConfig(max_grad_norm=0.5, eps=1.0), topology, torch.device("cpu"))
+    gradients = [
         torch.randn(w.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
         for w in model.parameters()
     ]
     for _ in range(2):  # micro-batches
-        for weight, gradient in zip(model.parameters(), whole, strict=True):
+        for weight, gradient in zip(model.parameters(), gradients, strict=True):
             part = gradient / (2 * topology.world)
             weight.grad = part if weight.grad is None else weight.grad + part
     dense.apply(dense.reduce(torch.zeros(()), False), 0.1)
     return [weight.detach().reshape(-1).tolist() for weight in model.parameters()]
 
 
-def test_gradients_are_clipped_by_the_norm_of_the_whole_batch_on_any_number_of_ranks(pools):
+def test_gradient_clipping_uses_norm_of_global_batch(pools):
     alone = clipped(Topology.single())
-    for of_rank in pools[2].run(clipped):
-        assert [pytest.approx(w, rel=1e-12) for w in alone] == of_rank
+    for weights in pools[2].run(clipped):
+        assert [pytest.approx(w, rel=1e-12) for w in alone] == weights

@@ -1,4 +1,4 @@
-"""What goes wrong on one rank of a training is a clear error on every rank, within a bounded time."""
+"""An error on one rank of a training run is a clear error on every rank, within a bounded time."""
 
 import contextlib
 import os
@@ -19,7 +19,7 @@ from support.command_runner import RunningProcess, start
 from support.rank_pool import RankFailure
 from support.tiny_runs import command_of, make_datasets
 
-LIMIT_S = 140  # on a machine that others share
+LIMIT_S = 140  # long enough for a machine with other load
 pytestmark = pytest.mark.timeout(3 * LIMIT_S)
 
 
@@ -30,68 +30,75 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
-def check_same_error_everywhere(outcomes: list[RankFailure], kind: str, words: str) -> None:
-    assert all(isinstance(o, RankFailure) and o.kind == kind and words in o.text for o in outcomes), outcomes
+def check_same_error_on_all_ranks(outcomes: list[RankFailure], kind: str, message: str) -> None:
+    assert all(isinstance(o, RankFailure) and o.kind == kind and message in o.text for o in outcomes), outcomes
     assert len({o.text.split("Traceback")[0] for o in outcomes}) == 1
 
 
-def test_a_rank_with_another_configuration_is_named_with_the_field(pools, data: str, tmp_path: Path) -> None:
+def test_training_rank_with_other_config_is_named(pools, data: str, tmp_path: Path) -> None:
     outcomes = pools[4].outcomes(other_width_on_last_rank, data, str(tmp_path))
-    check_same_error_everywhere(outcomes, "UserError", "task.encoder.dim=8: differs between ranks: rank 3 has 12")
+    message = "task.encoder.dim=8: must be equal on all ranks, but rank 3 has 12"
+    check_same_error_on_all_ranks(outcomes, "UserError", message)
 
 
-def test_missing_data_is_said_by_every_rank(pools, tmp_path: Path) -> None:
+def test_training_missing_data_is_reported_by_all_ranks(pools, tmp_path: Path) -> None:
     outcomes = pools[2].outcomes(no_data, str(tmp_path))
-    check_same_error_everywhere(
-        outcomes, "UserError", "data.folder=/nowhere: there is no prepared dataset here (rank 0)"
+    check_same_error_on_all_ranks(
+        outcomes, "UserError", "data.folder=/nowhere: the folder does not contain a prepared dataset (rank 0)"
     )
 
 
-def test_a_second_place_that_only_one_process_sees_is_refused(pools, data: str, tmp_path: Path) -> None:
-    outcomes = pools[2].outcomes(train, "hstu", data, str(tmp_path), {"training.checkpoint_address": "memory://run"})
-    check_same_error_everywhere(outcomes, "UserError", "training.checkpoint_address=memory://run: is memory of")
+def test_training_rejects_checkpoint_mirror_in_process_memory(pools, data: str, tmp_path: Path) -> None:
+    outcomes = pools[2].outcomes(train, "hstu", data, str(tmp_path), {"training.checkpoint_mirror": "memory://run"})
+    message = "training.checkpoint_mirror=memory://run: memory is local to each process"
+    check_same_error_on_all_ranks(outcomes, "UserError", message)
 
 
 @pytest.mark.parametrize("saving", [{}, {"training.checkpoint_async": True}], ids=["waiting", "background"])
-def test_a_full_disk_of_one_rank_ends_all_and_leaves_the_last_checkpoint(
+def test_training_full_disk_of_one_rank_keeps_checkpoint(
     pools, data: str, tmp_path: Path, saving: dict[str, object]
 ) -> None:
-    more = {"training.max_steps": 12, "training.checkpoint_every_steps": 4, "training.evaluate_every_epochs": 0}
-    pools[2].run(train, "hstu", data, str(tmp_path / "whole"), more)
+    more = {"training.max_steps": 12, "training.checkpoint_every_steps": 4, "training.eval_every_epochs": 0}
+    pools[2].run(train, "hstu", data, str(tmp_path / "uninterrupted"), more)
     outcomes = pools[2].outcomes(fill_disk_of_one_rank, "hstu", data, str(tmp_path / "cut"), {**more, **saving})
-    words = "the checkpoint of step 8 could not be written"
-    check_same_error_everywhere(outcomes, "CheckpointSaveError", words)
+    message = "The checkpoint of step 8 could not be written"
+    check_same_error_on_all_ranks(outcomes, "CheckpointSaveError", message)
     assert "rank 1: OSError: [Errno 27] File too large" in outcomes[0].text
     assert CheckpointManager(tmp_path / "cut" / "checkpoints").steps() == [4]
     assert verify(tmp_path / "cut" / "checkpoints" / "step-00000004") == []
     pools[2].run(train, "hstu", data, str(tmp_path / "cut"), more)
-    assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "whole")
+    assert run_digest(tmp_path / "cut") == run_digest(tmp_path / "uninterrupted")
 
 
 @pytest.mark.parametrize("file", ["config.json", "metrics.jsonl"])
-def test_a_run_folder_on_a_full_disk_is_said_by_every_rank(pools, data: str, tmp_path: Path, file: str) -> None:
-    more = {"training.max_steps": 21, "training.evaluate_every_epochs": 0, "pipeline.schedule": "nested"}
+def test_training_full_disk_of_run_folder_is_reported(pools, data: str, tmp_path: Path, file: str) -> None:
+    more = {"training.max_steps": 21, "training.eval_every_epochs": 0, "pipeline.schedule": "nested"}
     job = train
     if file == "config.json":
         job = train_on_full_disk
     else:
         (tmp_path / file).symlink_to("/dev/full")
     outcomes = pools[2].outcomes(job, "rows", data, str(tmp_path), more)
-    check_same_error_everywhere(outcomes, "UserError", "cannot be written: No space left on device (rank 0)")
-    assert f"RUN = '{tmp_path}" in outcomes[1].text
+    check_same_error_on_all_ranks(outcomes, "UserError", "cannot write: No space left on device (rank 0)")
+    assert f"RUN={tmp_path}" in outcomes[1].text
 
 
 def start_ranks(command: list[str], world: int, log: Path) -> list[RunningProcess]:
-    """The ranks of a run without a launcher, which would end the survivors itself."""
+    """Start the ranks of a run without a launcher, because a launcher would end the survivors itself."""
     common = {**os.environ, "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    places = [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)} for rank in range(world)]
     return [
-        start(command, is_forked=True, env={**common, **place}, cwd=None, output=log / f"{place['RANK']}.txt")
-        for place in places
+        start(
+            command,
+            is_forked=True,
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)},
+            cwd=None,
+            output=log / f"{rank}.txt",
+        )
+        for rank in range(world)
     ]
 
 
-def test_a_rank_that_dies_ends_the_others_with_their_own_exit_code(data: str, tmp_path: Path) -> None:
+def test_training_peer_failure_exit_code(data: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     more = {"training.max_steps": 100_000, "training.epochs": 100_000, "training.checkpoint_every_steps": 5}
     ranks = start_ranks(command_of("hstu", Path(data), run, more), 2, tmp_path)
@@ -99,7 +106,7 @@ def test_a_rank_that_dies_ends_the_others_with_their_own_exit_code(data: str, tm
         deadline_s = time.monotonic() + LIMIT_S
         while not committed_steps(run / "checkpoints") and time.monotonic() < deadline_s:
             with contextlib.suppress(psutil.TimeoutExpired):
-                ranks[0].wait(timeout=0.01)  # asking without a pause would take a core from the ranks
+                ranks[0].wait(timeout=0.01)  # polling without a pause would take a core from the ranks
             assert all(rank.poll() is None for rank in ranks), (tmp_path / "0.txt").read_text()
         ranks[1].send_signal(signal.SIGKILL)
         assert ranks[0].wait(LIMIT_S) == errors.PEER_LOST
@@ -107,8 +114,8 @@ def test_a_rank_that_dies_ends_the_others_with_their_own_exit_code(data: str, tm
         for rank in ranks:
             rank.kill()
             rank.wait()
-    said = (tmp_path / "0.txt").read_text()
-    assert "error: a peer was lost in " in said
-    assert "Restart all ranks from the last checkpoint" in said
-    assert "Traceback" not in said
+    output = (tmp_path / "0.txt").read_text()
+    assert "error: A peer was lost in " in output
+    assert "Restart all ranks from the last checkpoint" in output
+    assert "Traceback" not in output
     assert CheckpointManager(run / "checkpoints").restore_latest() is not None

@@ -22,59 +22,59 @@ from nestrec.training.trainer import Trainer
 from support.fail_points import armed
 from support.tiny_runs import config_of
 
-More = Mapping[str, object]
+ExtraFields = Mapping[str, object]
 
 
 def trainer_of(  # noqa: PLR0917
-    topology: Topology, family: str, data: str, run: str, more: More, start_from: Path | None = None
+    topology: Topology, family: str, data: str, run: str, more: ExtraFields, start_from: Path | None = None
 ) -> Trainer:
     cfg = config_of(family, Path(data), more)
-    return Trainer(cfg, Path(run), regrouped(topology, cfg.ranks), start_from=start_from)
+    return Trainer(cfg, Path(run), regrouped(topology, cfg.parallel), warm_start=start_from)
 
 
 def train(  # noqa: PLR0917
-    topology: Topology, family: str, data: str, run: str, more: More, start_from: Path | None = None
+    topology: Topology, family: str, data: str, run: str, more: ExtraFields, start_from: Path | None = None
 ) -> dict[str, Any]:
-    """Train to the end; the loss of every step, and this rank's weights, moments and rows."""
+    """Train to the end and return the loss of every step, and the weights, moments and rows of this rank."""
     trainer = trainer_of(topology, family, data, run, more, start_from)
     losses: list[float] = []
 
-    def note_loss() -> None:
+    def record_loss() -> None:
         trainer._meter.flush()
         losses.append(trainer._meter.loss)
 
-    with armed("train.step", note_loss):
+    with armed("train.step", record_loss):
         trainer.train()
     engine = trainer.session.engine
     return {
         "losses": losses,
         "dense": {name: tensor.clone() for name, tensor in trainer.session.dense.tensors().items()},
         "rows": {name: list(engine.snapshot(name)) for name in engine.tables},
-        "slots": {name: shard.residency.num_slots for name, shard in engine.shards.items()},
+        "slots": {name: shard.key_index.num_slots for name, shard in engine.shards.items()},
         "digests": {name: engine.digest(name) for name in engine.tables},
         "state": trainer.state,
-        "held_dense": sum(weight.numel() for weight in trainer.session.dense.held.values()),
+        "num_local_weights": sum(weight.numel() for weight in trainer.session.dense.local_weights.values()),
     }
 
 
-def train_without_warnings(topology: Topology, family: str, data: str, run: str, more: More) -> dict[str, Any]:
-    """The same where what libraries are to lose is an error: users would read of it at every start."""
+def train_without_warnings(topology: Topology, family: str, data: str, run: str, more: ExtraFields) -> dict[str, Any]:
+    """Train like `train`, with FutureWarnings of libraries as errors, because users would see them at every start."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", FutureWarning)
         return train(topology, family, data, run, more)
 
 
-def train_with_a_slow_rank(topology: Topology, family: str, data: str, run: str, more: More) -> None:
-    """The last rank takes far longer for the loss of a micro-batch, also where a busy machine is slow for all."""
+def train_with_slow_rank(topology: Topology, family: str, data: str, run: str, more: ExtraFields) -> None:
+    """Train with a last rank that takes several times as long for the loss, even if a busy machine slows all ranks."""
     trainer = trainer_of(topology, family, data, run, more)
     task = trainer.session.task
     loss = trainer.session.task.loss
 
     def slow_loss(*args: Any) -> Any:
         start_s = time.perf_counter()
-        found = loss(*args)
+        result = loss(*args)
         time.sleep(0.02 + min(0.2, 4 * (time.perf_counter() - start_s)))
-        return found
+        return result
 
     if topology.rank == topology.world - 1:
         task.loss = slow_loss  # type: ignore[method-assign]
@@ -83,31 +83,32 @@ def train_with_a_slow_rank(topology: Topology, family: str, data: str, run: str,
 
 
 def tables(ranks: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """Rows of all ranks put together, in order of key: `table column` to values."""
-    found = {}
+    """Return the rows of all ranks in the order of their keys, as values by `table column`."""
+    values_by_name = {}
     for name in ranks[0]["rows"]:
         chunks = [chunk for rank in ranks for chunk in rank["rows"][name]]
         columns = {column: torch.cat([chunk[column] for chunk in chunks]) for column in chunks[0]}
         order = columns["keys"].argsort()
-        found |= {f"{name} {column}": values[order] for column, values in columns.items()}
-    return found
+        values_by_name |= {f"{name} {column}": values[order] for column, values in columns.items()}
+    return values_by_name
 
 
 def largest_difference(ranks: list[dict[str, Any]], alone: dict[str, Any], *, names: str = "") -> float:
-    """Norm of the difference over the norm, of the tensor that differs most.
+    """Return the largest relative difference of a tensor, as the norm of the difference divided by the norm.
 
-    A bias of all keys changes no softmax: the gradient of `key.bias` is rounding alone, and so is what it learns.
+    `key.bias` is excluded: a bias of all keys does not change a softmax, so its gradient consists of rounding errors.
     """
-    mine, theirs = {**tables(ranks), **ranks[0]["dense"]}, {**tables([alone]), **alone["dense"]}
-    assert set(mine) == set(theirs)
+    tensors = {**tables(ranks), **ranks[0]["dense"]}
+    expected = {**tables([alone]), **alone["dense"]}
+    assert set(tensors) == set(expected)
     for rank in ranks:
         assert all(torch.equal(rank["dense"][name], ranks[0]["dense"][name]) for name in rank["dense"])
     differences = []
-    for name in (name for name in mine if names in name and "key.bias" not in name):
+    for name in (name for name in tensors if names in name and "key.bias" not in name):
         if name.endswith("keys"):
-            assert torch.equal(mine[name], theirs[name])
-        norm = theirs[name].double().norm()
-        differences.append(float((mine[name].double() - theirs[name].double()).norm() / norm) if norm else 0.0)
+            assert torch.equal(tensors[name], expected[name])
+        norm = expected[name].double().norm()
+        differences.append(float((tensors[name].double() - expected[name].double()).norm() / norm) if norm else 0.0)
     return max(differences)
 
 
@@ -120,9 +121,12 @@ def crash() -> None:
 
 
 def train_through_crashes(  # noqa: PLR0917
-    topology: Topology, family: str, data: str, run: str, more: More, crashes: list[int]
+    topology: Topology, family: str, data: str, run: str, more: ExtraFields, crashes: list[int]
 ) -> dict[str, str]:
-    """All ranks stop dead at the same steps, given as steps since each start; digests of the tables at the end."""
+    """Train through crashes of all ranks, and return the digests of the tables at the end.
+
+    `crashes` contains the number of steps after which each start crashes.
+    """
     for count in crashes:
         trainer = trainer_of(topology, family, data, run, more)
         try:
@@ -130,33 +134,33 @@ def train_through_crashes(  # noqa: PLR0917
                 trainer.train()
             raise AssertionError("no crash")
         except Crash:
-            trainer.saving.close()  # a process that dies takes its background save with it; here it would go on
+            trainer.checkpointer.close()  # the process continues to run, and with it the background save
     trainer = trainer_of(topology, family, data, run, more)
     trainer.train()
     return {name: trainer.session.engine.digest(name) for name in trainer.session.engine.tables}
 
 
-def measure(topology: Topology, family: str, data: str, run: str, more: More) -> dict[str, Any]:
-    """What an evaluation of a run's last checkpoint finds, and whether it left the tables as they were."""
+def measure(topology: Topology, family: str, data: str, run: str, more: ExtraFields) -> dict[str, Any]:
+    """Evaluate the last checkpoint of a run, check that the tables did not change, and return the details."""
     trainer = trainer_of(topology, family, data, run, more)
-    trainer.saving.restore_last()
+    trainer.checkpointer.restore_last()
     engine = trainer.session.engine
-    before = {name: (engine.digest(name), shard.residency.num_rows) for name, shard in engine.shards.items()}
+    before = {name: (engine.digest(name), shard.key_index.num_rows) for name, shard in engine.shards.items()}
     details = {part: trainer.session.task.evaluate(engine, part).details for part in ("valid", "test")}
-    after = {name: (engine.digest(name), shard.residency.num_rows) for name, shard in engine.shards.items()}
+    after = {name: (engine.digest(name), shard.key_index.num_rows) for name, shard in engine.shards.items()}
     assert before == after
     return details
 
 
 def save_again(  # noqa: PLR0917
-    topology: Topology, family: str, data: str, source: str, target: str, more: More
+    topology: Topology, family: str, data: str, source: str, target: str, more: ExtraFields
 ) -> dict[str, str]:
-    """Load another run's checkpoint, written by any number of ranks, and save it from here; digests of the tables."""
+    """Load the checkpoint of another run, written by any number of ranks, save it, and return the table digests."""
     trainer = trainer_of(topology, family, data, target, more)
     restored = CheckpointManager(Path(source) / "checkpoints").restore_latest()
     assert restored is not None
-    trainer.saving.save(trainer.session.restore(restored))
-    trainer.saving.close()
+    trainer.checkpointer.save(trainer.session.restore(restored))
+    trainer.checkpointer.close()
     engine = trainer.session.engine
     return {name: engine.digest(name) for name in engine.tables}
 
@@ -170,8 +174,8 @@ def no_data(topology: Topology, run: str) -> None:
     trainer_of(topology, "hstu", "/nowhere", run, {"data.folder": "/nowhere", "data.synthetic": "none"})
 
 
-def terminate_one_rank(topology: Topology, family: str, data: str, run: str, more: More) -> int:
-    """One rank is told to stop; the step at which this rank stopped."""
+def terminate_one_rank(topology: Topology, family: str, data: str, run: str, more: ExtraFields) -> int:
+    """Send SIGTERM to rank 1 and return the step at which this rank stopped."""
     trainer = trainer_of(topology, family, data, run, more)
 
     def terminate() -> None:
@@ -186,25 +190,25 @@ def terminate_one_rank(topology: Topology, family: str, data: str, run: str, mor
     raise AssertionError("did not stop")
 
 
-def train_on_full_disk(topology: Topology, family: str, data: str, run: str, more: More) -> None:
-    """No small file can be written."""
+def train_on_full_disk(topology: Topology, family: str, data: str, run: str, more: ExtraFields) -> None:
+    """Train although atomic writes of small files fail with ENOSPC."""
 
-    def full() -> None:
+    def raise_disk_full() -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with armed("file.before_rename", full):
+    with armed("file.before_rename", raise_disk_full):
         trainer_of(topology, family, data, run, more).train()
 
 
-def fill_disk_of_one_rank(topology: Topology, family: str, data: str, run: str, more: More) -> None:
-    """From step 5 on, when step 4 is saved, one rank can write no file of more than some bytes."""
+def fill_disk_of_one_rank(topology: Topology, family: str, data: str, run: str, more: ExtraFields) -> None:
+    """Train with a file size limit of 64 bytes on rank 1 from step 5 on, after step 4 was saved."""
     trainer = trainer_of(topology, family, data, run, more)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def fill() -> None:
         if topology.rank == 1:
             while committed_steps(Path(run) / "checkpoints") != [4]:
-                time.sleep(0.01)  # it may be written beside training
+                time.sleep(0.01)  # it may be written in the background
             resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
 
     try:

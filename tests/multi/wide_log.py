@@ -1,10 +1,9 @@
-"""A log of any size with twelve columns, written by several processes; prepared, trained on and appended to in bounded
-memory.
+"""Writes a log of any size with twelve columns by several processes, and measures prepare, training and append.
 
     python tests/multi/wide_log.py --events 100000000 --append 1000000,10000000 --folder /scratch/wide --json scale.json
 
-`peak_mib` is the largest memory of one process of a command, as the system tells it; `together_mib` that of all its
-processes at a moment, with what they share counted once.
+`peak_mib` is the largest resident memory of one process of a command, as reported by the kernel; `together_mib` is the
+largest memory of all its processes at one time, in which shared memory is counted once.
 """
 
 import argparse
@@ -29,7 +28,7 @@ import pyarrow.parquet as pq
 from nestrec.report.result_file import write_frame
 
 PART_EVENTS = 2_000_000
-EVENTS_A_USER = 50
+EVENTS_PER_USER = 50
 DEVICES, COUNTRIES = ["phone", "tablet", "web", "tv"], [f"c{i}" for i in range(40)]
 START_MS = 1_700_000_000_000
 SPAN_MS = 30 * 86_400_000
@@ -42,28 +41,36 @@ PREPARE = {
     "log.categories": "device,country,campaign,hour",
     "log.numbers": "place,price",
     "log.transforms": "price=log",
-    "log.values": "seconds=seconds",
+    "log.outcome_features": "seconds=seconds",
 }
 TRAIN = {
     "task.encoder.dim": "32",
     "task.encoder.head_dim": "16",
     "task.encoder.num_layers": "1",
-    "task.history.max_length": "64",
+    "task.history.max_events": "64",
     "task.encoder.max_length": "64",
-    "task.num_negatives": "32",
+    "task.negatives.num_negatives": "32",
     "task.inputs.event_features": "device,country",
-    "batch.batch_samples": "256",
-    "training.evaluate_every_epochs": "0",
+    "batch.batch_size": "256",
+    "training.eval_every_epochs": "0",
     "training.device": "cpu",
 }
 
 
 def write_part(number: int, folder: Path, num_events: int, num_users: int, more: int = 0) -> None:
-    """Events of one file, a function of its number. more: which of the logs that come later; they bring new users."""
+    """Write the events of one file, a function of its number.
+
+    Args:
+        number: Number of the file.
+        folder: Folder of the log.
+        num_events: Number of events of the log.
+        num_users: Number of users of the first log.
+        more: Number of the appended log, or 0 for the first log; appended logs have new users and items.
+    """
     draw = np.random.default_rng([3, number, more])
     start = number * PART_EVENTS
     count = min(PART_EVENTS, num_events - start)
-    num_items = max(100, num_users * EVENTS_A_USER // 200)
+    num_items = max(100, num_users * EVENTS_PER_USER // 200)
     at = START_MS + more * SPAN_MS + draw.integers(0, SPAN_MS, count)
     table = {
         "user": draw.integers(0, num_users + more * num_users // 50, count),
@@ -91,38 +98,38 @@ def write_log(folder: Path, num_events: int, num_users: int, processes: int, mor
 
 
 def run(command: list[str]) -> dict[str, float]:
-    """Seconds of a command, and its memory."""
+    """Run a command and return its time and its memory."""
     start_s = time.perf_counter()
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     process = psutil.Popen(command, env=environment, stdout=sys.stderr)
-    together = 0.0
-    largest = 0.0
-    used_s = _cpu_s()
+    total_mib = 0.0
+    peak_mib = 0.0
+    cpu_s_before = _cpu_s()
     while process.poll() is None:
         with contextlib.suppress(psutil.Error):
-            found = [_memory_mib(each) for each in (process, *process.children(recursive=True))]
-            together = max(together, sum(shared for shared, _ in found))
-            largest = max(largest, *(peak for _, peak in found))
+            samples = [_memory_mib(each) for each in (process, *process.children(recursive=True))]
+            total_mib = max(total_mib, sum(proportional for proportional, _ in samples))
+            peak_mib = max(peak_mib, *(peak for _, peak in samples))
         with contextlib.suppress(psutil.TimeoutExpired):
             process.wait(0.2)
     if process.returncode:
-        raise SystemExit(f"{' '.join(command[:6])} ... ended with {process.returncode}")
+        raise SystemExit(f"{' '.join(command[:6])} ... exited with {process.returncode}")
     return {
         "wall_s": round(time.perf_counter() - start_s, 1),
-        "cpu_s": round(_cpu_s() - used_s, 1),
-        "peak_mib": round(largest, 1),
-        "together_mib": round(together, 1),
+        "cpu_s": round(_cpu_s() - cpu_s_before, 1),
+        "peak_mib": round(peak_mib, 1),
+        "together_mib": round(total_mib, 1),
     }
 
 
 def _cpu_s() -> float:
-    """Seconds that cores have worked for the commands that have ended."""
+    """Return the CPU seconds of all commands that have ended."""
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
     return usage.ru_utime + usage.ru_stime
 
 
 def _memory_mib(process: psutil.Process) -> tuple[float, float]:
-    """A process's part of what it shares with others now, and the most that it ever had."""
+    """Return the proportional set size of a process and its peak resident memory, in MiB."""
     now = process.memory_full_info().pss / 2**20
     status = Path(f"/proc/{process.pid}/status").read_text()
     peak = next((line for line in status.splitlines() if line.startswith("VmHWM")), "VmHWM: 0 kB")
@@ -130,32 +137,32 @@ def _memory_mib(process: psutil.Process) -> tuple[float, float]:
 
 
 def train_ranks(data: str, run_folder: str, num_steps: int) -> None:
-    """One rank of a run without evaluation; prints what it has read."""
-    from nestrec.base.config_overrides import with_overrides
+    """Train one rank of a run without evaluation, and write the amount of data that it has read to a file."""
+    from nestrec.base.config_overrides import apply_overrides
     from nestrec.distributed import Topology
     from nestrec.training.recipes import recipe
     from nestrec.training.trainer import Trainer
 
-    cfg = with_overrides(
+    cfg = apply_overrides(
         recipe("demo"), {**TRAIN, "training.max_steps": str(num_steps), "data.folder": data, "data.synthetic": "none"}
     )
     trainer = Trainer(cfg, Path(run_folder), Topology.from_environment("cpu"))
     trainer.train()
     read = trainer.session.task._read
     peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    told = {"rank": trainer.session.topology.rank, "peak_mib": peak_mib, "decoded_mib": read.decoded_bytes / 2**20}
-    told |= {"row_groups": read.num_row_groups, "loaded": read._cache.num_loads}
-    told |= {"all_columns_mib": trainer.session.dataset.decoded_bytes / 2**20}
-    told["shuffle_block"] = trainer.batches.order._block_size
-    Path(run_folder, f"rank-{told['rank']}.json").write_text(json.dumps(told))
+    result = {"rank": trainer.session.topology.rank, "peak_mib": peak_mib, "decoded_mib": read.decoded_bytes / 2**20}
+    result |= {"row_groups": read.num_row_groups, "loaded": read._cache.num_loads}
+    result |= {"all_columns_mib": trainer.session.dataset.decoded_bytes / 2**20}
+    result["shuffle_block"] = trainer.loader.order._block_size
+    Path(run_folder, f"rank-{result['rank']}.json").write_text(json.dumps(result))
 
 
 def measure(
     folder: Path, num_events: int, processes: int, *, num_steps: int = 200, appended: Sequence[int] = ()
 ) -> Iterator[dict[str, Any]]:
-    """Write, prepare, train, append; what each took."""
+    """Write a log, prepare it, train on it and append to it; yield the time and memory of each."""
     shutil.rmtree(folder, ignore_errors=True)
-    num_users = max(10, num_events // EVENTS_A_USER)
+    num_users = max(10, num_events // EVENTS_PER_USER)
     start_s = time.perf_counter()
     write_log(folder / "log", num_events, num_users, processes)
     yield {"what": "log", "events": num_events, "columns": 12, "wall_s": round(time.perf_counter() - start_s, 1)}
@@ -167,18 +174,18 @@ def measure(
     shutil.rmtree(folder / "log")
     if num_steps:
         yield {"what": "train", "events": num_events, "steps": num_steps, **_train(data, folder / "run", num_steps)}
-    onto = num_events
+    num_prepared = num_events
     for number, more in enumerate(appended, start=1):
         write_log(folder / f"log-{number}", more, num_users, processes, more=number)
         append = run([*nestrec, "append", str(folder / f"log-{number}"), data])
-        yield {"what": "append", "onto_events": onto, "events": more, **append}
-        onto += more
+        yield {"what": "append", "onto_events": num_prepared, "events": more, **append}
+        num_prepared += more
 
 
 def _train(data: str, folder: Path, num_steps: int) -> dict[str, Any]:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
-    took = run([*launch, "--train", data, "--folder", str(folder), "--steps", str(num_steps)])
-    return {**took, "ranks": [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]}
+    cost = run([*launch, "--train", data, "--folder", str(folder), "--steps", str(num_steps)])
+    return {**cost, "ranks": [json.loads((folder / f"rank-{rank}.json").read_text()) for rank in range(2)]}
 
 
 def main() -> None:
@@ -187,7 +194,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--append", type=lambda text: [int(part) for part in text.split(",")], default=[])
-    parser.add_argument("--steps", type=int, default=200, help="of training; 0: none")
+    parser.add_argument("--steps", type=int, default=200, help="Number of training steps; 0 skips training.")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--train")
     options = parser.parse_args()
@@ -199,7 +206,7 @@ def main() -> None:
     for row in parts:
         print(json.dumps(row), flush=True)
         rows.append(row)
-        if options.json:  # at once: a run that is cut off has still told something
+        if options.json:  # after each row, so that an interrupted run has results
             write_frame(options.json, bench="scale", command=f"python {' '.join(sys.argv)}", rows=rows)
 
 

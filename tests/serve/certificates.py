@@ -1,10 +1,19 @@
-"""Certificates for tests of TLS."""
+"""TLS certificates for tests."""
 
 import subprocess
 
 
 def make_certificate(folder, name, days=2):
-    """(certificate, key) for this machine; openssl makes it, so that no private key lies in the repository."""
+    """Create a self-signed certificate for 127.0.0.1 with openssl, so that the repository contains no private key.
+
+    Args:
+        folder: Output folder.
+        name: Common name, and stem of the file names.
+        days: Validity in days.
+
+    Returns:
+        Paths of the certificate and of its private key.
+    """
     paths = folder / f"{name}.pem", folder / f"{name}.key"
     subprocess.run(
         [

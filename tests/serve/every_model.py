@@ -1,4 +1,4 @@
-"""Every model that is trained: trained for two steps, exported, and asked over HTTP by users who come back."""
+"""Every combination of task and encoder, trained for two steps and exported, with an HTTP client of returning users."""
 
 import asyncio
 import random
@@ -31,27 +31,35 @@ ENCODERS = {
     "sasrec": SASRecConfig(**SIZES, ffn_dim=24),
 }
 TASKS = ("ranking", "retrieval")
-TIERS = PrefixCacheConfig(cache_bytes=1 << 17, page_tokens=4, spill_above=0.0, reload="always")
+TIERS = PrefixCacheConfig(device_bytes=1 << 17, page_tokens=4, offload_threshold=0.0, reload_policy="always")
 SERVICE = ServiceConfig(
-    engine=EngineConfig(tiers=TIERS, max_queue_s=1e9, trigger=TriggerConfig(policy="all", burst_s=1e9)), slide_events=4
+    engine=EngineConfig(prefix_cache=TIERS, max_queue_delay_s=1e9, preinfer=TriggerConfig(policy="all", burst_s=1e9)),
+    history_stride=4,
 )
-FULL = replace(SERVICE, engine=replace(SERVICE.engine, tiers=replace(TIERS, keeps_prefix=False)))
-LIMITS = LimitsConfig(default_timeout_ms=10_000, tells_prefix=True)
+WITHOUT_CACHE = replace(SERVICE, engine=replace(SERVICE.engine, prefix_cache=replace(TIERS, enabled=False)))
+LIMITS = LimitsConfig(default_timeout_ms=10_000, expose_cache_source=True)
 FIRST_MS = 1_642_271_351_894
 
 
 def config_of(task, encoder, data):
     if task == "ranking":
         cfg = ranking_recipe(data)
-        return replace(cfg, task=replace(cfg.task, encoder=replace(encoder, max_length=2 * LENGTH), baselines=()))
+        evaluation = replace(cfg.task.evaluation, baselines=())
+        encoder = replace(encoder, max_length=2 * LENGTH)
+        return replace(cfg, task=replace(cfg.task, encoder=encoder, evaluation=evaluation))
     cfg = recipe("demo")
-    history = replace(cfg.task.history, max_length=LENGTH)
-    own = replace(cfg.task, encoder=replace(encoder, max_length=LENGTH), history=history)
-    return replace(cfg, task=own, data=DataConfig(folder=str(data)))
+    history = replace(cfg.task.history, max_events=LENGTH)
+    task_config = replace(cfg.task, encoder=replace(encoder, max_length=LENGTH), history=history)
+    return replace(cfg, task=task_config, data=DataConfig(folder=str(data)))
 
 
 class Exports:
-    """Folders of models, each trained and exported once."""
+    """Cache of export folders: each model is trained and exported once.
+
+    Args:
+        root: Folder of runs and exports.
+        data: Folder of the dataset.
+    """
 
     def __init__(self, root, data):
         self._root = root
@@ -59,11 +67,17 @@ class Exports:
         self._found = {}
 
     def folder(self, task, name, dtype="run"):
-        """Of a task's model with an encoder, trained for two steps."""
+        """Return the export folder of a model, which is trained for two steps if that has not happened yet.
+
+        Args:
+            task: Name of the task.
+            name: Name of the encoder in `ENCODERS`.
+            dtype: Data type of the exported weights; `run` is that of the run.
+        """
         run = self._root / f"{task}-{name}"
         key = (task, name, dtype)
         if not run.exists():
-            training = TrainingConfig(epochs=1, max_steps=2, evaluate_every_epochs=0)
+            training = TrainingConfig(epochs=1, max_steps=2, eval_every_epochs=0)
             cfg = replace(config_of(task, ENCODERS[name], self._data), training=training)
             Trainer(cfg, run, Topology.from_environment("cpu")).train()
         if key not in self._found:
@@ -72,20 +86,25 @@ class Exports:
         return self._found[key]
 
 
-class Asker:
-    """Random users of one server: they come back with more events, after signals, and with other candidates."""
+class RandomClient:
+    """Client that sends random ranking requests with growing histories, half of them after a pre-infer request.
+
+    Args:
+        client: HTTP client of the server.
+        item_keys: Item keys of the model.
+        seed: Seed of all requests.
+    """
 
     def __init__(self, client, item_keys, seed):
         self._client = client
         self._keys = item_keys
         self._rng = random.Random(seed)
-        self.requests = []
 
     def _event(self, time_ms):
         return self._rng.choice(self._keys), time_ms, self._rng.choice(["click", "long_view", []])
 
     async def sequence(self, user):
-        """Scores of every answer, and where prefixes came from."""
+        """Send four ranking requests; return the scores and the cache source of each response."""
         time_ms = FIRST_MS
         events = []
         scores = []
@@ -98,20 +117,20 @@ class Asker:
             history = {"items": items, "times_ms": times, "actions": actions}
             body = {"user": user, "history": history, "now_ms": time_ms + 1000}
             if self._rng.random() < 0.5:
-                await self._ask("/v1/preinfer", {**body, "num_candidates": 5})
-            answer = await self._ask("/v1/rank", {**body, "candidates": self._rng.sample(self._keys, 5)})
+                await self._post("/v1/preinfer", {**body, "num_candidates": 5})
+            answer = await self._post("/v1/rank", {**body, "candidates": self._rng.sample(self._keys, 5)})
             scores.append(np.array(list(answer["scores"].values())))
-            sources.append(answer["prefix"]["from"])
+            sources.append(answer["cache_source"]["from"])
         return np.stack(scores), sources
 
-    async def _ask(self, path, body):
-        answer = await self._client.post(path, json=body)
-        assert answer.status_code in (200, 202), answer.text
-        return answer.json()
+    async def _post(self, path, body):
+        response = await self._client.post(path, json=body)
+        assert response.status_code in (200, 202), response.text
+        return response.json()
 
 
-def answers_of(folder, cfg, seeds, device="cpu"):
-    """Scores and sources of each sequence."""
+def scores_and_sources(folder, cfg, seeds, device="cpu"):
+    """Serve an export and return the scores and cache sources of one request sequence per seed."""
     servable = Servable.load(folder, device)
     role = servable.serving.role
 
@@ -119,7 +138,7 @@ def answers_of(folder, cfg, seeds, device="cpu"):
         transport = httpx.ASGITransport(App(service, LIMITS))
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             keys = list(servable.item_keys)
-            return [await Asker(client, keys, seed).sequence(f"user {seed % 7}") for seed in seeds]
+            return [await RandomClient(client, keys, seed).sequence(f"user {seed % 7}") for seed in seeds]
 
     with closing(Service({role: servable}, cfg)) as service:
         return asyncio.run(run(service))

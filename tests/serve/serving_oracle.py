@@ -1,4 +1,4 @@
-"""Scores of a history by the training-time model alone, one sequence a candidate: no cache, no serving code."""
+"""Reference scores from the training-time model, one sequence per candidate, without KV cache or serving code."""
 
 import numpy as np
 import torch
@@ -9,6 +9,7 @@ from nestrec.models.sequence import SequenceInfo
 
 
 def oracle_scores(servable, history, candidates, slide_events):
+    """Return the (C, K) scores of the candidates after a history that slides by `slide_events`."""
     if isinstance(servable.model, RankingModel):
         return _ranking(servable, history, candidates, slide_events)
     return _retrieval(servable, history, candidates, slide_events)
@@ -30,24 +31,26 @@ def _info(lengths, time, query_time):
 
 @torch.inference_mode()
 def _retrieval(servable, history, candidates, slide_events):
-    first = history_start(len(history), servable.spec.task.history.max_length, slide_events)
+    first = history_start(len(history), servable.spec.task.history.max_events, slide_events)
     items = history.items[first:]
     times = history.times_ms[first:]
-    asked = np.append(times[1:], candidates.now_ms)
+    query_times = np.append(times[1:], candidates.now_ms)
     table = servable.tables["items"]
-    state = servable.model(table.rows(torch.from_numpy(items)), _info([len(items)], times, asked))[-1]
+    state = servable.model(table.rows(torch.from_numpy(items)), _info([len(items)], times, query_times))[-1]
     vectors = servable.model.item_vectors(table.rows(torch.from_numpy(candidates.items)))
     return (vectors @ state)[:, None].numpy()
 
 
 @torch.inference_mode()
 def _ranking(servable, history, candidates, slide_events):
-    first = history_start(len(history), servable.spec.task.inputs.max_events - 1, slide_events)
+    first = history_start(len(history), servable.spec.task.history.max_events - 1, slide_events)
     items = history.items[first:]
     times = history.times_ms[first:]
     actions = history.actions[first:]
     tab = history.features["event_tab"][first:]
-    content, action, time = [], [], []
+    content = []
+    action = []
+    time = []
     for c, item in enumerate(candidates.items):
         ids = torch.from_numpy(np.append(items, item))
         tabs = torch.from_numpy(np.append(tab, candidates.features["event_tab"][c]))

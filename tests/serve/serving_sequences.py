@@ -1,4 +1,4 @@
-"""Random requests of a few users through engines: append, extend, slide, evict, spill, reload, expire, forget, swap."""
+"""Random operations of a few users on engines: append, extend, slide, evict, offload, reload, expire, forget, swap."""
 
 import contextlib
 import random
@@ -28,7 +28,8 @@ def draw_candidates(rng, history, count=3):
     )
 
 
-def appended(rng, history, count):
+def extend_history(rng, history, count):
+    """Return a history with random events added at its end."""
     start = int(history.times_ms[-1]) if len(history) else 0
     more = draw_history(rng, count)
     return History(
@@ -40,7 +41,13 @@ def appended(rng, history, count):
 
 
 class Sequences:
-    """One sequence. Who derives from it makes the engine of the current model, and checks each answer."""
+    """A random sequence of operations on one engine at a time.
+
+    Subclasses create the engine of the current model (`make_engine`) and check each response (`check`).
+
+    Args:
+        seed: Seed of all operations.
+    """
 
     def __init__(self, seed):
         self.rng = np.random.default_rng(seed)
@@ -49,7 +56,7 @@ class Sequences:
         self.current = 0
         self.engine = self.make_engine()
         self.history = [draw_history(self.rng, int(self.rng.integers(0, 20))) for _ in range(6)]
-        self.sources = {"none": 0, "device": 0, "dram": 0}
+        self.sources = {"none": 0, "device": 0, "host": 0}
 
     def make_engine(self):
         raise NotImplementedError
@@ -58,6 +65,7 @@ class Sequences:
         raise NotImplementedError
 
     def run(self, num_operations):
+        """Run random operations and close the engine."""
         actions = [self.rank] * 4 + [self.append] * 2 + [self.preinfer, self.change, self.wait, self.forget, self.swap]
         for _ in range(num_operations):
             self.py.choice(actions)()
@@ -67,25 +75,25 @@ class Sequences:
         user = self.py.randrange(6)
         history = self.history[user]
         candidates = draw_candidates(self.rng, history)
-        answer = self.engine.rank(str(user), history, candidates, timeout_s=1e9).future.result(TIMEOUT_S)
+        answer = self.engine.submit_rank(str(user), history, candidates, timeout_s=1e9).future.result(TIMEOUT_S)
         self.sources[answer.source] += 1
         self.check(history, candidates, answer)
 
     def append(self):
         user = self.py.randrange(6)
-        self.history[user] = appended(self.rng, self.history[user], self.py.choice([1, 1, 2, 5]))
+        self.history[user] = extend_history(self.rng, self.history[user], self.py.choice([1, 1, 2, 5]))
 
     def change(self):
-        """A late event: somewhere inside the history something is different now."""
+        """Change an event in the middle of a history, as an event that arrives late does."""
         history = self.history[self.py.randrange(6)]
         if len(history):
             history.items[self.py.randrange(len(history))] = self.rng.integers(1, 200)
 
     def preinfer(self):
         user = self.py.randrange(6)
-        _, work = self.engine.preinfer(str(user), self.history[user], 0, 3, timeout_s=1e9)
+        _, work = self.engine.submit_preinfer(str(user), self.history[user], 0, 3, timeout_s=1e9)
         if work is not None and self.py.random() < 0.5:
-            with contextlib.suppress(UnavailableError):  # no room: others are held for requests on their way
+            with contextlib.suppress(UnavailableError):  # all pages may be reserved for requests that will follow
                 work.future.result(TIMEOUT_S)
 
     def wait(self):

@@ -1,4 +1,4 @@
-"""Endpoints are declared once: requests are checked, OpenAPI and /docs are made, and answers are as they say."""
+"""Endpoint declarations: validation of requests, OpenAPI, the page /docs, and responses that match their schema."""
 
 import asyncio
 import json
@@ -20,19 +20,25 @@ from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig
 from nestrec.serving.engine.batch_scheduler import EngineConfig
 from nestrec.serving.http.endpoint_spec import EndpointSpec
-from nestrec.serving.http.http_app import App, handled
+from nestrec.serving.http.http_app import App, run_endpoint
 from nestrec.serving.http.routes import ENDPOINTS, all_endpoints, endpoint_seam
 from nestrec.serving.inputs.request_schema import reader
 from nestrec.serving.service.inference_service import Service, ServiceConfig
 from nestrec_bench.harness.random_model import random_ranking, random_retrieval
 
 ENCODER = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=32, time_bias=True)
-PATIENT = EngineConfig(max_queue_s=1e9)
+NO_SHEDDING = EngineConfig(max_queue_delay_s=1e9)
 LIMITS = LimitsConfig(max_candidates=400, default_timeout_ms=10_000)
 HISTORY = {"items": [1, 2], "times_ms": [1, 2], "actions": ["click", 2], "features": {"tab": ["home", None]}}
 BODIES = {
     "titles": {"items": ["1", "no such item"], "search": "a"},
-    "rank": {"user": "a", "history": HISTORY, "candidates": [3, "none"], "context": {"tab": "home"}, "unknown": "drop"},
+    "rank": {
+        "user": "a",
+        "history": HISTORY,
+        "candidates": [3, "none"],
+        "context": {"tab": "home"},
+        "on_unknown": "drop",
+    },
     "preinfer": {"user": "a", "history": HISTORY},
     "recommend": {"user": "a", "history": HISTORY, "context": {"tab": "x"}, "exclude": [4], "allow": [3, 5, "none"]},
     "events": {"user": 7, "history": HISTORY},
@@ -43,19 +49,19 @@ DOCS = Path(__file__).parents[2] / "docs" / "serving.md"
 @pytest.fixture(scope="module")
 def service():
     models = {"retrieval": random_retrieval(ENCODER, num_items=30), "ranking": random_ranking(ENCODER, num_items=30)}
-    service = Service(models, ServiceConfig(engine=PATIENT, preranked=10))
+    service = Service(models, ServiceConfig(engine=NO_SHEDDING, num_retrieved=10))
     yield service
     service.close()
 
 
 @pytest.fixture(scope="module")
-def front(service):
+def app(service):
     return App(service, LIMITS)
 
 
 @pytest.fixture(scope="module")
-def described(front):
-    return call(front, "GET", "/openapi.json").json()
+def openapi(app):
+    return call(app, "GET", "/openapi.json").json()
 
 
 def call(app, method, path, body=None):
@@ -66,8 +72,8 @@ def call(app, method, path, body=None):
     return asyncio.run(run())
 
 
-def operation(described, name):
-    return described["paths"][ENDPOINTS.find(name).path][ENDPOINTS.find(name).method.lower()]
+def operation(openapi, name):
+    return openapi["paths"][ENDPOINTS.find(name).path][ENDPOINTS.find(name).method.lower()]
 
 
 def references(value):
@@ -80,69 +86,71 @@ def references(value):
             yield from references(inner)
 
 
-def test_every_route_is_described_with_its_answer(described):
+def test_openapi_describes_every_route(openapi):
     for name in ENDPOINTS:
         endpoint = ENDPOINTS.find(name)
-        found = operation(described, name)
-        answer = found["responses"][str(endpoint.status)]
-        assert endpoint.status == 204 or answer["content"][endpoint.content_type]["schema"], name
+        found = operation(openapi, name)
+        response = found["responses"][str(endpoint.status)]
+        assert endpoint.status == 204 or response["content"][endpoint.content_type]["schema"], name
         assert ("requestBody" in found) == (endpoint.request is not None)
-    schemas = described["components"]["schemas"]
-    assert {reference.rpartition("/")[2] for reference in references(described)} <= schemas.keys()
+    schemas = openapi["components"]["schemas"]
+    assert {reference.rpartition("/")[2] for reference in references(openapi)} <= schemas.keys()
     for name, schema in schemas.items():
         for field, inner in schema["properties"].items():
-            assert inner.get("description"), f"{name}.{field} has no meaning"
+            assert inner.get("description"), f"{name}.{field} has no description"
 
 
-ANSWERING = [name for name in ENDPOINTS if ENDPOINTS.find(name).method != "DELETE" and not ENDPOINTS.find(name).admin]
+WITH_RESPONSE = [
+    name for name in ENDPOINTS if ENDPOINTS.find(name).method != "DELETE" and not ENDPOINTS.find(name).admin
+]
 
 
-@pytest.mark.parametrize("name", ANSWERING)
-def test_answers_are_as_they_are_described(front, described, name):
+@pytest.mark.parametrize("name", WITH_RESPONSE)
+def test_openapi_schema_matches_responses(app, openapi, name):
     endpoint = ENDPOINTS.find(name)
-    found = operation(described, name)
-    response = call(front, endpoint.method, endpoint.path, BODIES.get(name))
+    found = operation(openapi, name)
+    response = call(app, endpoint.method, endpoint.path, BODIES.get(name))
     assert response.status_code == endpoint.status, response.text
     ((content_type, media),) = found["responses"][str(endpoint.status)]["content"].items()
     assert response.headers["content-type"] == content_type
     value = response.json() if content_type == "application/json" else response.text
-    check_schema(value, media["schema"], described)
+    check_schema(value, media["schema"], openapi)
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_refusals_are_as_they_are_described(front, described, name):
-    found = operation(described, name)
+def test_openapi_schema_matches_error_responses(app, openapi, name):
+    found = operation(openapi, name)
     schema = found["responses"]["400"]["content"]["application/json"]["schema"]
     for body in ({}, {**BODIES[name], "more": 1}, {**BODIES[name], "user": None}):
-        response = call(front, "POST", ENDPOINTS.find(name).path, body)
+        response = call(app, "POST", ENDPOINTS.find(name).path, body)
         assert response.status_code == 400
-        check_schema(response.json(), schema, described)
+        check_schema(response.json(), schema, openapi)
     assert "Retry-After" in found["responses"]["429"]["headers"]
 
 
 @pytest.mark.parametrize("name", BODIES)
-def test_what_is_described_is_what_is_checked(described, name):
-    body = operation(described, name)["requestBody"]["content"]["application/json"]
+def test_openapi_schema_matches_validation(openapi, name):
+    body = operation(openapi, name)["requestBody"]["content"]["application/json"]
     endpoint = ENDPOINTS.find(name)
     read = reader(endpoint.request, LIMITS)
-    for good in (BODIES[name], endpoint.example):
-        check_schema(good, body["schema"], described)
-        read(good)
-    check_schema(body["example"], body["schema"], described)
+    for valid in (BODIES[name], endpoint.example):
+        check_schema(valid, body["schema"], openapi)
+        read(valid)
+    check_schema(body["example"], body["schema"], openapi)
     for wrong in ({**BODIES[name], "history": {"items": [0.5]}}, {**BODIES[name], "more": 1}, {}):
         with pytest.raises(AssertionError):
-            check_schema(wrong, body["schema"], described)
+            check_schema(wrong, body["schema"], openapi)
         with pytest.raises(BadRequestError):
             read(wrong)
 
 
-def test_limits_of_the_server_are_described(described):
-    candidates = described["components"]["schemas"]["RankRequest"]["properties"]["candidates"]
+def test_openapi_contains_limits_of_server(openapi):
+    candidates = openapi["components"]["schemas"]["RankRequest"]["properties"]["candidates"]
     assert (candidates["minItems"], candidates["maxItems"]) == (1, 400)
 
 
-class Links(HTMLParser):
-    """What a page refers to, its anchors, and whether its tags close."""
+class LinkParser(HTMLParser):
+    """Parser that collects the link targets and anchors of a page, and checks that its tags are closed."""
 
     def __init__(self):
         super().__init__()
@@ -161,26 +169,26 @@ class Links(HTMLParser):
         assert tag == "html" or self.open.pop() == tag
 
 
-def test_the_page_shows_all_of_it_and_needs_nothing_else(front, described):
-    page = call(front, "GET", "/docs")
+def test_openapi_page_is_self_contained(app, openapi):
+    page = call(app, "GET", "/docs")
     assert page.headers["content-type"] == "text/html; charset=utf-8"
     assert "default-src 'none'" in page.headers["content-security-policy"]
-    links = Links()
+    links = LinkParser()
     links.feed(page.text)
     assert not links.open
-    assert all(target.startswith(("/", "#")) for target in links.targets), "nothing is loaded from elsewhere"
+    assert all(target.startswith(("/", "#")) for target in links.targets), "the page loads nothing from other hosts"
     assert {target[1:] for target in links.targets if target.startswith("#")} <= links.anchors
     assert {
-        operation["operationId"] for path in described["paths"].values() for operation in path.values()
+        operation["operationId"] for path in openapi["paths"].values() for operation in path.values()
     } <= links.anchors
-    assert {f"schema-{name}" for name in described["components"]["schemas"]} <= links.anchors
-    assert "only these are recommended" in page.text
+    assert {f"schema-{name}" for name in openapi["components"]["schemas"]} <= links.anchors
+    assert "the only items that can be recommended" in page.text
     assert "curl -H &#x27;content-type: application/json&#x27; http://127.0.0.1:8000/v1/rank" in page.text
 
 
 @pytest.fixture
-def installed(tmp_path, monkeypatch):
-    """A package with the endpoint that the documents show, as an installer would leave it."""
+def installed_plugin(tmp_path, monkeypatch):
+    """Install a package with the endpoint of docs/serving.md, and return its folder."""
     python, toml = re.search(
         r"## Endpoints of your own.*?```python\n(.*?)```.*?```toml\n(.*?)```", DOCS.read_text(), re.S
     ).groups()
@@ -198,26 +206,26 @@ def installed(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_an_endpoint_of_another_package_is_checked_described_and_answered(service, installed):
-    front = App(service, LIMITS, endpoints=all_endpoints(endpoint_seam()))
+def test_endpoint_plugin_is_validated_and_served(service, installed_plugin):
+    app = App(service, LIMITS, endpoints=all_endpoints(endpoint_seam()))
     for item, is_known in (("3", True), ("none", False)):
-        response = call(front, "POST", "/v1/knows", {"item": item})
+        response = call(app, "POST", "/v1/knows", {"item": item})
         assert (response.status_code, response.json()) == (200, {"is_known": is_known})
     for wrong in ({}, {"item": 0.5}, {"item": "3", "more": 1}):
-        assert call(front, "POST", "/v1/knows", wrong).status_code == 400
-    described = call(front, "GET", "/openapi.json").json()
-    assert described["components"]["schemas"]["KnowsRequest"]["properties"]["item"]["description"] == "source id"
-    assert "Does the model know an item" in call(front, "GET", "/docs").text
-    assert 'route="/v1/knows",status="200"} 2.0' in call(front, "GET", "/metrics").text
-    assert call(front, "GET", "/v1/knows").status_code == 405
+        assert call(app, "POST", "/v1/knows", wrong).status_code == 400
+    openapi = call(app, "GET", "/openapi.json").json()
+    assert openapi["components"]["schemas"]["KnowsRequest"]["properties"]["item"]["description"] == "source id"
+    assert "Does the model know an item" in call(app, "GET", "/docs").text
+    assert 'route="/v1/knows",status="200"} 2.0' in call(app, "GET", "/metrics").text
+    assert call(app, "GET", "/v1/knows").status_code == 405
 
 
-def test_a_route_belongs_to_one_endpoint(installed):
+def test_endpoint_routes_are_unique(installed_plugin):
     seam = endpoint_seam()
-    knows = installed / "my_package" / "knows.py"
+    knows = installed_plugin / "my_package" / "knows.py"
     knows.write_text(knows.read_text().replace("/v1/knows", "/v1/rank"))
     with pytest.raises(
-        UserError, match=r"nestrec.endpoints: knows=/v1/rank: is the path of two(.|\n)*'my_package'"
+        UserError, match=r"nestrec.endpoints: knows=/v1/rank: the endpoint 'rank' has the same path(.|\n)*'my_package'"
     ):
         all_endpoints(seam)
 
@@ -225,25 +233,26 @@ def test_a_route_belongs_to_one_endpoint(installed):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inner:
     number: float | None = None
-    """any"""
+    """Any number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outer:
     inner: Inner
-    """another class"""
+    """Nested object."""
     inners: list[Inner] | None = None
-    """several"""
+    """List of nested objects."""
     named: Mapping[str, Inner | int] | None = None
-    """by name"""
+    """Nested objects or integers by name."""
 
 
-def test_classes_inside_a_request_are_made_too():
+def test_request_reader_builds_nested_dataclasses():
     read = reader(Outer, LIMITS)
     assert read({"inner": {"number": 3}}) == Outer(inner=Inner(number=3))
-    whole = {"inner": {}, "inners": [{"number": 1}, {}], "named": {"a": 1, "b": {"number": 2}}}
-    inners, named = [Inner(number=1), Inner()], {"a": 1, "b": Inner(number=2)}
-    assert read(whole) == Outer(inner=Inner(), inners=inners, named=named)
+    full = {"inner": {}, "inners": [{"number": 1}, {}], "named": {"a": 1, "b": {"number": 2}}}
+    inners = [Inner(number=1), Inner()]
+    named = {"a": 1, "b": Inner(number=2)}
+    assert read(full) == Outer(inner=Inner(), inners=inners, named=named)
     for wrong, field in (
         ({}, "inner"),
         ({"inner": None}, "inner"),
@@ -251,22 +260,22 @@ def test_classes_inside_a_request_are_made_too():
         ({"inner": {}, "inners": [{"no": 1}]}, "inners.no"),
         ({"inner": {"x" * 90: 1}}, "inner." + "x" * 64),
     ):
-        with pytest.raises(BadRequestError) as refused:
+        with pytest.raises(BadRequestError) as error:
             read(wrong)
-        assert refused.value.field == field
+        assert error.value.field == field
 
 
-def test_a_front_may_be_given_its_endpoints(service):
+def test_app_serves_only_the_endpoints_it_gets(service):
     models = {"models": replace(ENDPOINTS.find("models"), path="/about")}
-    front = App(service, LIMITS, endpoints=models)
-    assert json.loads(call(front, "GET", "/about").text)["models"].keys() == {"retrieval", "ranking"}
-    assert call(front, "GET", "/v1/models").status_code == 404
+    app = App(service, LIMITS, endpoints=models)
+    assert json.loads(call(app, "GET", "/about").text)["models"].keys() == {"retrieval", "ranking"}
+    assert call(app, "GET", "/v1/models").status_code == 404
 
 
-def test_the_description_says_where_a_key_is_asked_for(described):
-    assert set(described["components"]["securitySchemes"]) == {"bearer", "key"}
+def test_openapi_describes_authentication(openapi):
+    assert set(openapi["components"]["securitySchemes"]) == {"bearer", "key"}
     for name in ENDPOINTS:
-        found = operation(described, name)
+        found = operation(openapi, name)
         is_open = ENDPOINTS.find(name).audience == "anyone"
         assert ("security" in found) != is_open, name
         assert ({"401", "403"} <= set(found["responses"])) != is_open, name
@@ -276,63 +285,65 @@ class Two(TypedDict):
     """Two numbers."""
 
     first: int
-    """one"""
+    """First number."""
     second: int
-    """the other"""
+    """Second number."""
 
 
-async def _half(front: object, request: None) -> dict[str, int]:
+async def _missing_field(app: object, request: None) -> dict[str, int]:
     return {"first": 1}
 
 
-async def _no_mapping(front: object, request: None) -> list[int]:
+async def _list(app: object, request: None) -> list[int]:
     return [1, 2]
 
 
-async def _no_json(front: object, request: None) -> dict[str, object]:
+async def _not_json(app: object, request: None) -> dict[str, object]:
     return {"first": object(), "second": 2}
 
 
-def _at_once(front: object, request: None) -> dict[str, int]:
+def _not_async(app: object, request: None) -> dict[str, int]:
     return {"first": 1, "second": 2}
 
 
 @pytest.mark.parametrize(
-    ("handle", "said"),
+    ("handle", "message"),
     [
-        (_half, r"gives \['first'\], where Two has \['first', 'second'\]"),
-        (_no_mapping, "gives list, where Two has"),
-        (_no_json, "gives what JSON cannot hold"),
-        (_at_once, "gives dict and nothing to wait for: write it as `async def`"),
+        (_missing_field, r"returns \['first'\], but Two requires the fields \['first', 'second'\]"),
+        (_list, "returns list, but Two requires the fields"),
+        (_not_json, "returns a value that cannot be converted to JSON"),
+        (_not_async, "returns dict, which cannot be awaited; use `async def`"),
     ],
 )
-def test_an_answer_that_is_not_as_its_endpoint_says_is_never_sent(handle, said):
-    endpoint = EndpointSpec(method="GET", path="/v1/two", summary="two", handle=handle, answer=Two)
-    with pytest.raises(TypeError, match=rf"nestrec.endpoints: GET /v1/two: `handle` \({handle.__name__}\) {said}"):
-        asyncio.run(handled(endpoint, None, None))
+def test_endpoint_invalid_response_is_never_sent(handle, message):
+    endpoint = EndpointSpec(method="GET", path="/v1/two", summary="two", handle=handle, response=Two)
+    with pytest.raises(TypeError, match=rf"nestrec.endpoints: GET /v1/two: `handle` \({handle.__name__}\) {message}"):
+        asyncio.run(run_endpoint(endpoint, None, None))
 
 
 @dataclass
-class Unheard:
+class ComplexRequest:
     value: complex = 1j
-    """no JSON"""
+    """Complex number, which JSON cannot represent."""
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         (
-            {"request": Unheard, "method": "POST"},
-            r"endpoint=two: its request .*Unheard'> is not what JSON can hold",
+            {"request": ComplexRequest, "method": "POST"},
+            r"endpoint=two: its request .*ComplexRequest'> cannot be represented in JSON",
         ),
-        ({"answer": 3}, "its answer 3 is not what JSON can hold"),
-        ({"path": "v1/two"}, "its path 'v1/two' does not begin with '/'"),
+        ({"response": 3}, "its response 3 cannot be represented in JSON"),
+        ({"path": "v1/two"}, "its path 'v1/two' does not start with '/'"),
     ],
 )
-def test_an_endpoint_that_cannot_be_described_is_named_when_a_server_starts(monkeypatch, changes, said):
-    endpoint = EndpointSpec(**{"method": "GET", "path": "/v1/two", "summary": "two", "handle": _half, **changes})
+def test_endpoint_without_schema_is_rejected_at_start(monkeypatch, changes, message):
+    endpoint = EndpointSpec(
+        **{"method": "GET", "path": "/v1/two", "summary": "two", "handle": _missing_field, **changes}
+    )
     seam = endpoint_seam()
     monkeypatch.setitem(seam._loaded, "two", endpoint)
-    seam.__dict__["_foreign"] = {"two": EntryPoint("two", "theirs:TWO", seam.group)}
-    with pytest.raises(UserError, match=said):
+    seam.__dict__["_external"] = {"two": EntryPoint("two", "theirs:TWO", seam.group)}
+    with pytest.raises(UserError, match=message):
         all_endpoints(seam)

@@ -1,45 +1,45 @@
-"""Exports in fewer bits: what they hold, what they cost, and that a server says so."""
+"""Quantized exports: their content, their quality loss, and the quantization report of a server."""
 
 from contextlib import closing
 
 import numpy as np
 import pytest
 import torch
-from featured_runs import known_to, request_of
+from featured_runs import request_for, select_features
 from test_http import call
 
 from nestrec.base.config import to_plain
 from nestrec.base.errors import UserError
-from nestrec.data.samples.split import split_of
-from nestrec.exporters.export_checks import placed
-from nestrec.exporters.servable_writer import export_run, in_fewer_bits
+from nestrec.data.samples.split import split_dataset
+from nestrec.exporters.export_checks import move_servable
+from nestrec.exporters.servable_writer import export_run, quantize_servable
 from nestrec.inference.recommender import Recommender
 from nestrec.serving.core.request_limits import LimitsConfig
 from nestrec.serving.http.http_app import App
 from nestrec.serving.model.servable import Servable
-from nestrec.serving.model.served_tables import TablesConfig, packed_rows, packed_width, unpacked_rows
+from nestrec.serving.model.served_tables import TablesConfig, dequantize_rows, quantize_rows, quantized_width
 from nestrec.serving.service.inference_service import Service, ServiceConfig
 from nestrec.tasks.metrics import auc
 
 
-@pytest.mark.parametrize(("kind", "share"), [("int8", 1 / 254), ("fp8", 1 / 16)])
-def test_rows_of_8_bits_are_near_with_a_scale_each(kind, share):
+@pytest.mark.parametrize(("kind", "tolerance"), [("int8", 1 / 254), ("fp8", 1 / 16)])
+def test_quantized_rows_are_close_with_scale_per_row(kind, tolerance):
     rows = torch.randn(50, 16) * torch.logspace(-6, 6, 50)[:, None]
     rows[7] = 0.0
-    packed = packed_rows(rows, kind)
-    assert packed.shape == (50, packed_width(16))
-    off = (unpacked_rows(packed, kind) - rows).abs()
-    assert (off <= share * 1.01 * rows.abs().amax(1, keepdim=True)).all()
-    assert off.max() > 0
+    packed = quantize_rows(rows, kind)
+    assert packed.shape == (50, quantized_width(16))
+    error = (dequantize_rows(packed, kind) - rows).abs()
+    assert (error <= tolerance * 1.01 * rows.abs().amax(1, keepdim=True)).all()
+    assert error.max() > 0
 
 
 def table_bytes(folder):
     return sum(path.stat().st_size for path in folder.glob("table-*.safetensors"))
 
 
-def test_a_ranking_export_in_fewer_bits_tells_its_cost_and_is_served(ranking, tmp_path):
+def test_quantization_of_ranking_export_reports_cost(ranking, tmp_path):
     folder = tmp_path / "model"
-    manifest = export_run(ranking.run, folder, dtype="bfloat16", tables="int8", prefixes="fp8")
+    manifest = export_run(ranking.run, folder, dtype="bfloat16", table_dtype="int8", kv_cache_dtype="fp8")
     cost = manifest.precision
     assert (cost.dtype, cost.tables, cost.prefixes, cost.metric) == ("bfloat16", "int8", "fp8", "auc")
     assert cost.num_requests > 20
@@ -47,25 +47,26 @@ def test_a_ranking_export_in_fewer_bits_tells_its_cost_and_is_served(ranking, tm
     assert 0.8 <= cost.overlap <= 1.0
     assert abs(cost.before - cost.after) < 0.05
     assert table_bytes(folder) < 0.5 * table_bytes(ranking.folder)
-    servable, whole = Servable.load(folder), Servable.load(ranking.folder)
+    servable = Servable.load(folder)
+    original = Servable.load(ranking.folder)
     assert servable.dtype == torch.bfloat16
-    assert servable.encoder_config == whole.encoder_config
+    assert servable.encoder_config == original.encoder_config
     assert servable.model.encoder.layers[0].position_table.dtype == torch.float32
     ids = torch.tensor([0, 5, 9])
-    near = servable.tables["items"].rows(ids)
-    exact = whole.tables["items"].rows(ids)
-    assert 0 < (near - exact).abs().max() < 0.01 * exact.abs().max()
-    behind_cache = Servable.load(folder, tables=TablesConfig(store="dram", cache_rows=2))
-    assert torch.equal(behind_cache.tables["items"].rows(ids), near)
+    quantized = servable.tables["items"].rows(ids)
+    exact = original.tables["items"].rows(ids)
+    assert 0 < (quantized - exact).abs().max() < 0.01 * exact.abs().max()
+    cached = Servable.load(folder, tables=TablesConfig(store="dram", cache_rows=2))
+    assert torch.equal(cached.tables["items"].rows(ids), quantized)
     with closing(Service({"ranking": servable}, ServiceConfig())) as service:
-        front = App(service, LimitsConfig(default_timeout_ms=10_000))
-        told = call(front, "GET", "/v1/models").json()["models"]["ranking"]["precision"]
-        assert told == to_plain(cost)
-        assert call(front, "GET", "/v1/status").json()["models"]["ranking"]["precision"] == told
+        app = App(service, LimitsConfig(default_timeout_ms=10_000))
+        reported = call(app, "GET", "/v1/models").json()["models"]["ranking"]["precision"]
+        assert reported == to_plain(cost)
+        assert call(app, "GET", "/v1/status").json()["models"]["ranking"]["precision"] == reported
 
 
-def test_a_retrieval_export_in_fewer_bits_tells_its_cost(retrieval, tmp_path):
-    cost = export_run(retrieval.run, tmp_path / "model", tables="fp8").precision
+def test_quantization_of_retrieval_export_reports_cost(retrieval, tmp_path):
+    cost = export_run(retrieval.run, tmp_path / "model", table_dtype="fp8").precision
     assert (cost.dtype, cost.tables, cost.metric) == ("run", "fp8", "ndcg@10")
     assert 0 < cost.mean_difference <= cost.largest_difference
     assert 0.5 <= cost.overlap <= 1.0
@@ -73,94 +74,96 @@ def test_a_retrieval_export_in_fewer_bits_tells_its_cost(retrieval, tmp_path):
     assert Servable.load(tmp_path / "model").index.weight.dtype == torch.bfloat16
 
 
-def told_of_users(runs, role):
-    """(request, context, held-out item, whether its first label was set) of each user's last event that validates, as
-    the log tells them."""
+def validation_requests(runs, role):
+    """Yield (history, context, item, actions) of the last validation event of each user, from the log."""
     session = runs.trainer(role).session
-    split = split_of(session.cfg.task.split, session.dataset)
+    split = split_dataset(session.cfg.task.split, session.dataset)
     users = split.users_with("valid")
     for user in users[split.valid_end[users] > 1].tolist():
         event = int(split.valid_end[user]) - 1
-        history, context, item = request_of(runs, user, event)
-        history, context = known_to(session.cfg.task, history, context)
+        history, context, item = request_for(runs, user, event)
+        history, context = select_features(session.cfg.task, history, context)
         action = session.dataset.rows(np.array([user])).lists["actions"][0][event]
         yield history, context, item, int(action)
 
 
-def asked(folder):
-    """As its server answers, where a full history slides by blocks."""
-    return Recommender(Servable.load(folder), slide_events=None)
+def load_recommender(folder):
+    """Load an exported model with the default `history_stride` of servers, so that full histories slide by blocks."""
+    return Recommender(Servable.load(folder), history_stride=None)
 
 
-def test_the_cost_of_a_retrieval_model_is_measured_with_features_of_every_kind(runs, tmp_path):
+def test_quantization_cost_of_retrieval_with_features(runs, tmp_path):
     role = "retrieval, prefix"
-    told = list(told_of_users(runs, role))
-    cost = export_run(runs.run(role), tmp_path / "small", best=False, tables="fp8").precision
-    assert cost.num_requests == len(told)
+    requests = list(validation_requests(runs, role))
+    cost = export_run(runs.run(role), tmp_path / "small", best=False, table_dtype="fp8").precision
+    assert cost.num_requests == len(requests)
 
-    def answers(model, users):
-        return [model.recommend(history, k=100, context=context) for history, context, *_ in users]
+    def recommendations(model, requests):
+        return [model.recommend(history, k=100, context=context) for history, context, *_ in requests]
 
     def ndcg(found):
-        best = [one.items[:10] for one in found]
-        places = [
-            items.index(item) if item in items else None for items, (_, _, item, _) in zip(best, told, strict=True)
+        top_10 = [recommended.items[:10] for recommended in found]
+        ranks = [
+            items.index(item) if item in items else None
+            for items, (_, _, item, _) in zip(top_10, requests, strict=True)
         ]
-        return float(np.mean([0.0 if place is None else 1 / np.log2(place + 2) for place in places]))
+        return float(np.mean([0.0 if rank is None else 1 / np.log2(rank + 2) for rank in ranks]))
 
-    whole = asked(runs.folder(role))
-    full, fewer = answers(whole, told), answers(asked(tmp_path / "small"), told)
-    assert (cost.before, cost.after) == pytest.approx((ndcg(full), ndcg(fewer)))
-    scores = np.concatenate([np.abs(one.scores["score"]) for one in full])
+    original = load_recommender(runs.folder(role))
+    full = recommendations(original, requests)
+    quantized = recommendations(load_recommender(tmp_path / "small"), requests)
+    assert (cost.before, cost.after) == pytest.approx((ndcg(full), ndcg(quantized)))
+    scores = np.concatenate([np.abs(recommended.scores["score"]) for recommended in full])
     assert cost.mean_score == pytest.approx(float(scores.mean()), rel=1e-4)
-    silent = [
+    without_features = [
         ({**history, "features": {n: [None] * len(history["items"]) for n in history["features"]}}, context)
-        for history, context, *_ in told
+        for history, context, *_ in requests
     ]
-    unlike = np.concatenate([np.abs(one.scores["score"]) for one in answers(whole, silent)])
-    assert abs(unlike.mean() - scores.mean()) > 1e-3 * scores.mean(), "scores depend on them"
+    changed = recommendations(original, without_features)
+    changed_scores = np.concatenate([np.abs(recommended.scores["score"]) for recommended in changed])
+    assert abs(changed_scores.mean() - scores.mean()) > 1e-3 * scores.mean(), "scores depend on the features"
 
 
-def test_the_cost_of_a_ranking_model_is_measured_with_features_of_every_kind(runs, tmp_path):
+def test_quantization_cost_of_ranking_with_features(runs, tmp_path):
     role = "ranking, every kind"
-    told = list(told_of_users(runs, role))
-    cost = export_run(runs.run(role), tmp_path / "small", best=False, tables="fp8").precision
-    whole = asked(runs.folder(role))
-    name = whole.outputs[0]
-    bit = whole.servable.spec.action_bits[name]
-    labels = np.array([bool(action & bit) for *_, action in told], np.int64)
+    requests = list(validation_requests(runs, role))
+    cost = export_run(runs.run(role), tmp_path / "small", best=False, table_dtype="fp8").precision
+    original = load_recommender(runs.folder(role))
+    name = original.outputs[0]
+    bit = original.servable.spec.action_bits[name]
+    labels = np.array([bool(action & bit) for *_, action in requests], np.int64)
     for folder, measured in ((runs.folder(role), cost.before), (tmp_path / "small", cost.after)):
-        model = asked(folder)
-        found = [model.rank(h, [item], context=context).scores[name][0] for h, context, item, _ in told]
+        model = load_recommender(folder)
+        found = [model.rank(h, [item], context=context).scores[name][0] for h, context, item, _ in requests]
         assert measured == pytest.approx(float(auc(labels, np.array(found, np.float64))))
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to measure on")
-def test_a_device_that_is_not_there_is_refused_before_anything_is_written(retrieval, tmp_path):
-    with pytest.raises(UserError, match="torch finds no GPU here"):
-        export_run(retrieval.run, tmp_path / "model", tables="fp8", device="cuda")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is available")
+def test_quantization_rejects_missing_device(retrieval, tmp_path):
+    with pytest.raises(UserError, match="PyTorch does not find a CUDA device"):
+        export_run(retrieval.run, tmp_path / "model", table_dtype="fp8", device="cuda")
     assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("tables", ["run", "int8"])
-def test_all_that_a_model_computes_with_moves_to_the_device_that_the_cost_is_measured_on(retrieval, ranking, tables):
-    """`meta` stands for a device that is not here."""
+def test_quantization_moves_model_to_device(retrieval, ranking, tables):
+    """The device `meta` simulates a second device."""
     for exported in (retrieval, ranking):
-        whole = Servable.load(exported.folder)
-        moved = placed(in_fewer_bits(whole, "run", tables, exported.folder.parent), "meta")
-        lies = [*moved.model.parameters(), *moved.model.buffers(), *moved.item_columns.values()]
-        lies += [part for table in (*moved.tables.values(), moved.index) if table for _, part in table.parts()]
-        assert {tensor.device.type for tensor in lies} == {"meta"}
-        assert {tensor.device.type for tensor in whole.model.parameters()} == {"cpu"}
-        assert moved.spec == whole.spec
+        original = Servable.load(exported.folder)
+        moved = move_servable(quantize_servable(original, "run", tables, exported.folder.parent), "meta")
+        tensors = [*moved.model.parameters(), *moved.model.buffers(), *moved.item_columns.values()]
+        tensors += [part for table in (*moved.tables.values(), moved.index) if table for _, part in table.parts()]
+        assert {tensor.device.type for tensor in tensors} == {"meta"}
+        assert {tensor.device.type for tensor in original.model.parameters()} == {"cpu"}
+        assert moved.spec == original.spec
 
 
-def test_the_cost_is_measured_on_the_device_that_is_told(retrieval, tmp_path):
-    """On `meta` there are no numbers: whoever computes there cannot come to an end."""
+def test_quantization_cost_uses_chosen_device(retrieval, tmp_path):
+    """Tensors on `meta` have no data, so a computation on this device fails."""
     with pytest.raises(RuntimeError, match=r"meta|accelerator"):
-        export_run(retrieval.run, tmp_path / "model", tables="fp8", device="meta")
+        export_run(retrieval.run, tmp_path / "model", table_dtype="fp8", device="meta")
     assert not (tmp_path / "model").exists()
 
 
-def test_an_export_as_it_was_trained_costs_nothing_and_says_nothing(retrieval):
+def test_export_without_quantization_reports_no_cost(retrieval):
     assert Servable.load(retrieval.folder).precision is None

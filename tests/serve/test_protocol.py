@@ -1,4 +1,4 @@
-"""The protocol under the front, over sockets: the short way and the usual one, and limits at their value and above."""
+"""The HTTP protocol over sockets: the fast path and the ASGI path, and limits at and above their maximum."""
 
 import asyncio
 import contextlib
@@ -31,12 +31,12 @@ LIMITS = LimitsConfig(
     max_header_bytes=500,
     max_connections=3,
     body_timeout_s=60.0,
-    answer_timeout_s=60.0,
+    write_timeout_s=60.0,
     default_timeout_ms=10_000,
 )
 BODY = {"user": "u", "history": {"items": [1, 2], "times_ms": [1, 2]}, "candidates": [3, 4], "now_ms": 9}
 JSON_TYPE = b"content-type: application/json\r\n"
-CONFIG = ServiceConfig(engine=EngineConfig(max_queue_s=1e9, tiers=PrefixCacheConfig(keeps_prefix=False)))
+CONFIG = ServiceConfig(engine=EngineConfig(max_queue_delay_s=1e9, prefix_cache=PrefixCacheConfig(enabled=False)))
 
 
 @pytest.fixture(scope="module")
@@ -47,22 +47,23 @@ def service():
 
 
 @pytest.fixture
-def front(service):
+def app(service):
     return App(service, LIMITS)
 
 
 @pytest.fixture
-def short(monkeypatch):
-    """Targets of requests that took the short way."""
-    taken = []
+def fast_routes(monkeypatch):
+    """Return a list to which each request on the fast path appends its route."""
+    routes = []
     begin = FastRequestCycle._begin
-    monkeypatch.setattr(FastRequestCycle, "_begin", lambda self: taken.append(self._route) or begin(self))
-    return taken
+    monkeypatch.setattr(FastRequestCycle, "_begin", lambda self: routes.append(self._route) or begin(self))
+    return routes
 
 
 @contextlib.asynccontextmanager
-async def listening(front, limits=LIMITS):
-    config = uvicorn_config(front, ServeConfig(limits=limits), front)
+async def listening(app, limits=LIMITS):
+    """Serve an application; yield its port and the server state of uvicorn."""
+    config = uvicorn_config(app, ServeConfig(limits=limits), app)
     config.load()
     state = ServerState()
     server = await asyncio.get_running_loop().create_server(
@@ -72,16 +73,16 @@ async def listening(front, limits=LIMITS):
     server.close()
 
 
-def talk(front, *pieces):
-    """Send pieces one after the other on one connection; all that came back until the server ended it."""
+def exchange(app, *chunks):
+    """Send chunks in order on one connection; return the bytes received until the server closes it."""
 
     async def run():
-        async with listening(front) as (port, _):
+        async with listening(app) as (port, _):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            for piece in pieces:
-                writer.write(piece)
+            for chunk in chunks:
+                writer.write(chunk)
                 await writer.drain()
-                await asyncio.sleep(0.005)  # a piece for itself: there is no clock to inject into the kernel
+                await asyncio.sleep(0.005)  # so that chunks arrive separately: the kernel has no clock to inject
             received = await reader.read()
             writer.close()
             return received
@@ -98,8 +99,8 @@ def request(body=BODY, *, head=b"", ends=True, is_chunked=False, path=b"/v1/rank
     return lines + length + b"\r\n\r\n" + framed
 
 
-def answers(received):
-    """(status, body) of each answer."""
+def parse_responses(received):
+    """Return (status, body) of each response."""
     found = []
     while received:
         head, _, rest = received.partition(b"\r\n\r\n")
@@ -126,18 +127,18 @@ BODIES = [
 
 
 @pytest.mark.parametrize("path", [b"/v1/rank", b"/v1/recommend", b"/v1/preinfer", b"/v1/events"])
-def test_the_short_way_gives_the_answers_of_the_usual_way(front, short, path):
+def test_protocol_fast_path_equals_asgi_path(app, fast_routes, path):
     for body in BODIES:
-        before = len(short)
-        (plain,) = answers(talk(front, request(body, path=path)))
-        assert len(short) == before + 1
-        (usual,) = answers(talk(front, request(body, path=path, is_chunked=True)))
-        assert len(short) == before + 1
-        assert plain == usual
+        before = len(fast_routes)
+        (fast,) = parse_responses(exchange(app, request(body, path=path)))
+        assert len(fast_routes) == before + 1
+        (asgi,) = parse_responses(exchange(app, request(body, path=path, is_chunked=True)))
+        assert len(fast_routes) == before + 1
+        assert fast == asgi
 
 
 @pytest.mark.parametrize(
-    "unusual",
+    "data",
     [
         request(head=b"expect: 100-continue\r\n"),
         request(kind=b"content-type: application/json; charset=utf-8\r\n"),
@@ -154,138 +155,139 @@ def test_the_short_way_gives_the_answers_of_the_usual_way(front, short, path):
         request(head=b"host: localhost\r\n"),
     ],
 )
-def test_unusual_requests_take_the_usual_way(front, short, unusual):
-    assert re.match(rb"HTTP/1.1 (200|100|400|415|421) ", talk(front, unusual))
-    assert not short
+def test_protocol_unusual_requests_use_asgi_path(app, fast_routes, data):
+    assert re.match(rb"HTTP/1.1 (200|100|400|415|421) ", exchange(app, data))
+    assert not fast_routes
 
 
 @pytest.mark.parametrize("path", [b"/v1/rank", b"/v1/recommend", b"/v1/preinfer", b"/v1/events"])
 @pytest.mark.parametrize("encoding", [b"gzip", b"deflate, gzip", b"IDENTITY"])
 @pytest.mark.parametrize("is_chunked", [False, True])
-def test_compressed_body_is_rejected_with_415(front, path, encoding, is_chunked):
+def test_compressed_body_is_rejected_with_415(app, path, encoding, is_chunked):
     head = b"content-encoding: " + encoding + b"\r\n"
     content = gzip.compress(json.dumps(BODY).encode())
-    ((status, body),) = answers(talk(front, request(content, head=head, path=path, is_chunked=is_chunked)))
+    ((status, body),) = parse_responses(exchange(app, request(content, head=head, path=path, is_chunked=is_chunked)))
     assert status == (400 if encoding == b"IDENTITY" else 415)
     assert status == 400 or json.loads(body)["error"]["field"] == "content-encoding"
 
 
-def test_a_body_in_pieces_takes_the_usual_way(front, short):
-    whole = request()
-    for place, num_short in ((1, 1), (20, 2), (whole.index(b"{"), 2), (len(whole) - 30, 2), (len(whole) - 1, 2)):
-        ((status, body),) = answers(talk(front, whole[:place], whole[place:]))
+def test_protocol_split_request_uses_asgi_path(app, fast_routes):
+    """The fast path requires that the end of the head and the complete body arrive in one read."""
+    data = request()
+    for split, num_fast in ((1, 1), (20, 2), (data.index(b"{"), 2), (len(data) - 30, 2), (len(data) - 1, 2)):
+        ((status, body),) = parse_responses(exchange(app, data[:split], data[split:]))
         assert (status, len(json.loads(body)["scores"]["score"])) == (200, 2)
-        assert len(short) == num_short
+        assert len(fast_routes) == num_fast
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
-def test_the_body_at_its_limit_and_one_byte_above(front, is_chunked):
+def test_protocol_body_limit_at_and_above_maximum(app, is_chunked):
     content = json.dumps(BODY).encode()
     for size, status in ((2000, 200), (2001, 413)):
-        received = talk(front, request(content.ljust(size), is_chunked=is_chunked, ends=status != 413))
-        assert answers(received)[0][0] == status
-        assert b"connection: close" in received, "nobody reads the rest"
+        received = exchange(app, request(content.ljust(size), is_chunked=is_chunked, ends=status != 413))
+        assert parse_responses(received)[0][0] == status
+        assert b"connection: close" in received, "the server does not read the rest"
 
 
-@pytest.mark.parametrize("num_pieces", [1, 2])
-def test_the_head_at_its_limit_and_one_byte_above(front, num_pieces):
-    known = len("/v1/rankhostlocalhostcontent-typeapplication/jsonconnectionclosecontent-length114x") + 5 * 4
-    for size, status in ((500 - known, 200), (501 - known, 431)):
-        whole = request(json.dumps(BODY).encode().ljust(114), head=b"x: " + b"a" * size + b"\r\n")
-        pieces = (whole,) if num_pieces == 1 else (whole[:300], whole[300:])
-        received = talk(front, *pieces)
-        assert answers(received)[0][0] == status
+@pytest.mark.parametrize("num_chunks", [1, 2])
+def test_protocol_header_limit_at_and_above_maximum(app, num_chunks):
+    known_size = len("/v1/rankhostlocalhostcontent-typeapplication/jsonconnectionclosecontent-length114x") + 5 * 4
+    for size, status in ((500 - known_size, 200), (501 - known_size, 431)):
+        data = request(json.dumps(BODY).encode().ljust(114), head=b"x: " + b"a" * size + b"\r\n")
+        chunks = (data,) if num_chunks == 1 else (data[:300], data[300:])
+        received = exchange(app, *chunks)
+        assert parse_responses(received)[0][0] == status
 
 
-def test_a_head_that_never_ends_is_cut_off(front):
-    received = talk(front, b"POST /v1/rank HTTP/1.1\r\nx: ", *[b"a" * 200] * 4)
-    assert answers(received)[0][0] == 431
+def test_protocol_endless_header_is_closed(app):
+    received = exchange(app, b"POST /v1/rank HTTP/1.1\r\nx: ", *[b"a" * 200] * 4)
+    assert parse_responses(received)[0][0] == 431
 
 
-def test_what_is_no_request_is_counted_and_not_logged(front, capfd):
+def test_protocol_malformed_request_is_counted_not_logged(app, capfd):
     for data in (b"nonsense\r\n\r\n", request().replace(b"HTTP/1.1", b"HTTP/x")):
-        assert answers(talk(front, data))[0][0] == 400
-    assert 'nestrec_requests_total{route="malformed",status="400"} 2.0' in front.metrics.exposition().decode()
+        assert parse_responses(exchange(app, data))[0][0] == 400
+    assert 'nestrec_http_requests_total{route="malformed",status="400"} 2.0' in app.metrics.exposition().decode()
     assert capfd.readouterr() == ("", "")
 
 
-def test_what_follows_a_chunked_body_is_bounded_and_ignored(front):
-    whole = request(is_chunked=True)
-    short_trailer = whole[:-2] + b"content-type: text/plain\r\n\r\n"
-    assert answers(talk(front, short_trailer))[0][0] == 200
-    received = talk(front, whole[:-2] + b"x: ", *[b"a" * 200] * 5)
-    assert answers(received)[0][0] == 431
+def test_protocol_trailers_are_bounded_and_ignored(app):
+    data = request(is_chunked=True)
+    short_trailer = data[:-2] + b"content-type: text/plain\r\n\r\n"
+    assert parse_responses(exchange(app, short_trailer))[0][0] == 200
+    received = exchange(app, data[:-2] + b"x: ", *[b"a" * 200] * 5)
+    assert parse_responses(received)[0][0] == 431
 
 
-def test_a_body_that_stays_away_is_given_up(service):
-    received = talk(App(service, replace(LIMITS, body_timeout_s=0.1)), request(ends=False)[:-1])
-    assert answers(received)[0][0] == 408
+def test_protocol_missing_body_times_out(service):
+    received = exchange(App(service, replace(LIMITS, body_timeout_s=0.1)), request(ends=False)[:-1])
+    assert parse_responses(received)[0][0] == 408
     assert b"connection: close" in received
 
 
-def test_pipelined_requests_are_answered_in_order(front, short):
-    many = [request({**BODY, "candidates": [1] * (1 + i)}, ends=i == 5, is_chunked=i % 3 == 1) for i in range(6)]
-    found = answers(talk(front, b"".join(many)))
+def test_pipelined_responses_are_in_request_order(app, fast_routes):
+    data = [request({**BODY, "candidates": [1] * (1 + i)}, ends=i == 5, is_chunked=i % 3 == 1) for i in range(6)]
+    found = parse_responses(exchange(app, b"".join(data)))
     assert [status for status, _ in found] == [200] * 6
     assert [len(json.loads(body)["scores"]["score"]) for _, body in found] == [1, 2, 3, 4, 5, 6]
-    assert short == ["/v1/rank"], "only the first had nothing before it"
+    assert fast_routes == ["/v1/rank"], "requests after another one use the ASGI path"
 
 
-async def read_answer(reader):
-    """(status, body)"""
+async def read_response(reader):
+    """Read one response; return (status, body)."""
     head = await reader.readuntil(b"\r\n\r\n")
     return int(head.split()[1]), await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1]))
 
 
-async def gone(reader):
-    """Once the server has ended the connection."""
+async def wait_closed(reader):
+    """Wait until the server closes the connection; return True."""
     with contextlib.suppress(ConnectionResetError):
         assert await reader.read() == b""
     return True
 
 
-def test_silent_and_idle_connections_give_way_and_those_being_answered_do_not(front):
+def test_connections_idle_ones_are_closed_first(app):
     async def run():
-        async with listening(front) as (port, state):
-            first, kept = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
-            kept[1].write(request(ends=False))
-            found = [(await read_answer(kept[0]))[0]]
-            going_on = asyncio.Event()
-            rank = front._posts._handlers["/v1/rank"]
+        async with listening(app) as (port, state):
+            unused, idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(2)]
+            idle[1].write(request(ends=False))
+            found = [(await read_response(idle[0]))[0]]
+            may_continue = asyncio.Event()
+            rank = app._posts._handlers["/v1/rank"]
 
-            async def later(data):
-                await going_on.wait()
+            async def wait_and_rank(data):
+                await may_continue.wait()
                 return await rank(data)
 
-            front._posts._handlers["/v1/rank"] = later
+            app._posts._handlers["/v1/rank"] = wait_and_rank
             busy = []
             for number in range(LIMITS.max_connections):
                 busy.append(await asyncio.open_connection("127.0.0.1", port))
                 busy[-1][1].write(request(ends=False))
                 while sum(c.cycle is not None and not c.cycle.response_complete for c in state.connections) <= number:
                     await asyncio.sleep(0.001)
-                if number:  # the first to go is the one that never asked
-                    found.append(await gone((first, kept)[number - 1][0]))
+                if number:  # the connection without a request is closed first
+                    found.append(await wait_closed((unused, idle)[number - 1][0]))
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(request())
-            refused = await reader.read()
-            going_on.set()
-            found += [(await read_answer(reader))[0] for reader, _ in busy]
-            for _, opened in (*busy, first, kept, (None, writer)):
+            rejected = await reader.read()
+            may_continue.set()
+            found += [(await read_response(reader))[0] for reader, _ in busy]
+            for _, opened in (*busy, unused, idle, (None, writer)):
                 opened.close()
-            return found, refused
+            return found, rejected
 
-    found, refused = asyncio.run(run())
+    found, rejected = asyncio.run(run())
     assert found == [200, True, True, 200, 200, 200]
-    assert refused.startswith(b"HTTP/1.1 503 ")
-    assert b"\r\nretry-after: 1\r\n" in refused
+    assert rejected.startswith(b"HTTP/1.1 503 ")
+    assert b"\r\nretry-after: 1\r\n" in rejected
 
 
-def test_connections_of_one_address_give_way_among_themselves_though_there_is_room(front):
+def test_connections_per_address_limit_holds(app):
     async def run():
-        async with listening(front, replace(LIMITS, max_connections_an_address=2)) as (port, _):
+        async with listening(app, replace(LIMITS, max_connections_per_address=2)) as (port, _):
             opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(3)]
-            found = await asyncio.wait_for(gone(opened[0][0]), 60.0)
+            found = await asyncio.wait_for(wait_closed(opened[0][0]), 60.0)
             for _, writer in opened:
                 writer.close()
             return found
@@ -293,13 +295,13 @@ def test_connections_of_one_address_give_way_among_themselves_though_there_is_ro
     assert asyncio.run(run())
 
 
-def test_a_client_that_goes_away_takes_its_request_along(front):
+def test_client_disconnect_cancels_request(app):
     async def run():
-        async with listening(front) as (port, state):
+        async with listening(app) as (port, state):
             _, writer = await asyncio.open_connection("127.0.0.1", port)
             held = asyncio.Event()
-            front._posts._handlers["/v1/rank"] = lambda _: held.wait()
-            linger = struct.pack("ii", 1, 0)  # so that its end is a reset; whoever only says no more may still listen
+            app._posts._handlers["/v1/rank"] = lambda _: held.wait()
+            linger = struct.pack("ii", 1, 0)  # abort with a reset: after a half-close, the client could still read
             writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             writer.write(request(ends=False))
             while not any(isinstance(c.cycle, FastRequestCycle) for c in state.connections):
@@ -310,27 +312,27 @@ def test_a_client_that_goes_away_takes_its_request_along(front):
             await asyncio.sleep(0)
 
     asyncio.run(run())
-    assert 'nestrec_requests_total{route="/v1/rank",status="499"} 1.0' in front.metrics.exposition().decode()
+    assert 'nestrec_http_requests_total{route="/v1/rank",status="499"} 1.0' in app.metrics.exposition().decode()
 
 
-def test_a_server_that_ends_answers_and_closes(front):
+def test_graceful_shutdown_responds_and_closes(app):
     async def run():
-        async with listening(front) as (port, state):
+        async with listening(app) as (port, state):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
-            going_on = asyncio.Event()
-            rank = front._posts._handlers["/v1/rank"]
+            may_continue = asyncio.Event()
+            rank = app._posts._handlers["/v1/rank"]
 
-            async def later(data):
-                await going_on.wait()
+            async def wait_and_rank(data):
+                await may_continue.wait()
                 return await rank(data)
 
-            front._posts._handlers["/v1/rank"] = later
+            app._posts._handlers["/v1/rank"] = wait_and_rank
             writer.write(request(ends=False))
             while not any(isinstance(c.cycle, FastRequestCycle) for c in state.connections):
                 await asyncio.sleep(0.001)
             for connection in state.connections:
                 connection.shutdown()
-            going_on.set()
+            may_continue.set()
             received = await reader.read()
             writer.close()
             return received
@@ -341,104 +343,108 @@ def test_a_server_that_ends_answers_and_closes(front):
 
 
 @contextlib.asynccontextmanager
-async def somebody_waits(engine, port):
-    """A request in a batch that does not end before this does, and another one behind it."""
+async def requests_in_flight(engine, port):
+    """Hold one request in a running batch and another one in the queue until the context ends."""
     entered = threading.Event()
-    going_on = threading.Event()
+    may_continue = threading.Event()
     launch = engine._runner.launch
     others = []
 
-    def launch_later(parts):
+    def wait_and_launch(parts):
         entered.set()
-        going_on.wait(100)
+        may_continue.wait(100)
         return launch(parts)
 
-    engine._runner.launch = launch_later
+    engine._runner.launch = wait_and_launch
     try:
-        for is_there in (entered.is_set, lambda: engine._does_any_wait):
+        for has_arrived in (entered.is_set, lambda: engine._does_any_wait):
             others.append(await asyncio.open_connection("127.0.0.1", port))
             others[-1][1].write(request())
-            while not is_there():
+            while not has_arrived():
                 await asyncio.sleep(0.001)
         yield
     finally:
-        going_on.set()
+        may_continue.set()
         for reader, writer in others:
             await reader.read()
             writer.close()
         engine._runner.launch = launch
 
 
-def test_a_full_server_refuses_unread_and_serves_the_same_connection_later(front, service, monkeypatch):
-    engine = service.fleet("retrieval").engines[0]
-    whole, chunked = request(ends=False), request(ends=False, is_chunked=True)
-    refused_before = engine.counts.get("refused_overload", 0)
-    read = []
-    served = front._through_swaps
-    front._through_swaps = lambda path, data: read.append(data) or served(path, data)
+def test_load_shedding_rejects_unread_and_keeps_connection(app, service, monkeypatch):
+    engine = service.deployment("retrieval").engines[0]
+    plain = request(ends=False)
+    chunked = request(ends=False, is_chunked=True)
+    num_shed_before = engine.counts.get("shed_overload", 0)
+    parsed = []
+    serve = app._through_swaps
+    app._through_swaps = lambda path, data: parsed.append(data) or serve(path, data)
 
-    async def ask(reader, writer, data):
-        read.clear()
-        monkeypatch.setattr(engine._outlook, "_byte_s", 1e10)
+    async def send(reader, writer, data):
+        parsed.clear()
+        monkeypatch.setattr(engine._estimator, "_byte_s", 1e10)
         writer.write(data)
         head = await reader.readuntil(b"\r\n\r\n")
         content = await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1]))
-        return int(head.split()[1]), b"retry-after: " in head, "error" in json.loads(content), len(read)
+        return int(head.split()[1]), b"retry-after: " in head, "error" in json.loads(content), len(parsed)
 
     async def run():
         found = []
-        async with listening(front) as (port, _):
+        async with listening(app) as (port, _):
             connection = await asyncio.open_connection("127.0.0.1", port)
-            for refused, taken in (([whole, whole, chunked], whole), ([whole], chunked)):
-                async with somebody_waits(engine, port):
-                    found += [await ask(*connection, data) for data in refused]
-                found.append(await ask(*connection, taken))
+            for rejected, accepted in (([plain, plain, chunked], plain), ([plain], chunked)):
+                async with requests_in_flight(engine, port):
+                    found += [await send(*connection, data) for data in rejected]
+                found.append(await send(*connection, accepted))
             connection[1].close()
         return found
 
-    no, yes = (429, True, True, 0), (200, False, False, 1)
-    assert asyncio.run(run()) == [no, no, no, yes, no, yes]
-    assert engine.counts["refused_overload"] == refused_before + 4
-    assert 'nestrec_requests_total{route="/v1/rank",status="429"} 4.0' in front.metrics.exposition().decode()
+    shed = (429, True, True, 0)
+    served = (200, False, False, 1)
+    assert asyncio.run(run()) == [shed, shed, shed, served, shed, served]
+    assert engine.counts["shed_overload"] == num_shed_before + 4
+    assert 'nestrec_http_requests_total{route="/v1/rank",status="429"} 4.0' in app.metrics.exposition().decode()
 
 
 GET = b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"
 
 
-def test_what_waits_in_one_connection_is_bounded_whoever_reads_the_answers(front):
-    """However much is sent: nothing is read beyond what is being answered, and the answers are those of all of it."""
-    count, most_waiting, most_unfed = 4_000, 0, 0
+def test_backpressure_bounds_pipelined_requests(app):
+    """The server stops reading while responses are pending, and finally responds to all requests."""
+    count = 4_000
+    max_waiting = 0
+    max_unparsed = 0
     long = GET.replace(b"\r\n\r\n", b"\r\nx: " + b"a" * 300 + b"\r\n\r\n")
     assert count * len(long) > 4 << 18
 
     async def run():
-        nonlocal most_waiting, most_unfed
-        async with listening(front) as (port, state):
+        nonlocal max_waiting, max_unparsed
+        async with listening(app) as (port, state):
             reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 12)
             writer.write(long * count + GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n"))
             stalled = 0
-            while stalled < 20:  # nobody reads: it comes to rest
-                before = dict(front.metrics._answers._counts)
+            while stalled < 20:  # the client does not read, so the server stalls
+                before = dict(app.metrics._responses._counts)
                 await asyncio.sleep(0.002)
-                stalled = stalled + 1 if front.metrics._answers._counts == before else 0
+                stalled = stalled + 1 if app.metrics._responses._counts == before else 0
                 for connection in state.connections:
-                    most_waiting = max(most_waiting, len(connection.pipeline))
-                    most_unfed = max(most_unfed, len(connection._unfed))
+                    max_waiting = max(max_waiting, len(connection.pipeline))
+                    max_unparsed = max(max_unparsed, len(connection._unparsed))
             received = bytearray()
             while data := await reader.read(1 << 16):
                 received += data
-                most_waiting = max([most_waiting, *(len(c.pipeline) for c in state.connections)])
+                max_waiting = max([max_waiting, *(len(c.pipeline) for c in state.connections)])
             writer.close()
             return received.count(b"HTTP/1.1 200 OK")
 
     assert asyncio.run(run()) == count + 1
-    assert most_waiting <= 512 // len(GET) + 1
-    assert most_unfed <= 1 << 18
+    assert max_waiting <= 512 // len(GET) + 1
+    assert max_unparsed <= 1 << 18
 
 
-def test_a_client_that_does_not_read_its_answers_is_cut_off_also_while_the_server_stops(front):
+def test_write_timeout_closes_slow_readers(app):
     async def run():
-        async with listening(front, replace(LIMITS, answer_timeout_s=0.1)) as (port, state):
+        async with listening(app, replace(LIMITS, write_timeout_s=0.1)) as (port, state):
             _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 12)
             writer.write(GET * 10_000)
             while not any(c.flow is not None and c.flow.write_paused for c in state.connections):
@@ -452,19 +458,19 @@ def test_a_client_that_does_not_read_its_answers_is_cut_off_also_while_the_serve
     asyncio.run(asyncio.wait_for(run(), 60.0))
 
 
-def test_an_offer_of_another_protocol_is_declined_and_the_request_answered(front, short):
+def test_protocol_upgrade_is_declined(app):
     offer = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
     for is_chunked in (False, True):
         first = request(head=offer, ends=False, is_chunked=is_chunked)
-        for place in (1, 50, len(first) - 3, len(first)):
-            found = answers(talk(front, first[:place], first[place:] + request()))
+        for split in (1, 50, len(first) - 3, len(first)):
+            found = parse_responses(exchange(app, first[:split], first[split:] + request()))
             assert [(status, len(json.loads(body)["scores"]["score"])) for status, body in found] == [(200, 2)] * 2
-    assert answers(talk(front, b"CONNECT t:80 HTTP/1.1\r\nhost: t\r\n\r\n"))[0][0] == 400
+    assert parse_responses(exchange(app, b"CONNECT t:80 HTTP/1.1\r\nhost: t\r\n\r\n"))[0][0] == 400
 
 
-def test_whoever_says_no_more_after_a_complete_request_is_answered(front):
+def test_protocol_half_closed_client_gets_response(app):
     async def run(data):
-        async with listening(front) as (port, _):
+        async with listening(app) as (port, _):
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(data)
             writer.write_eof()
@@ -473,14 +479,14 @@ def test_whoever_says_no_more_after_a_complete_request_is_answered(front):
             return received
 
     for is_chunked in (False, True):
-        assert [s for s, _ in answers(asyncio.run(run(request(ends=False, is_chunked=is_chunked))))] == [200]
-    assert [s for s, _ in answers(asyncio.run(run(request(ends=False) * 3)))] == [200] * 3
-    assert asyncio.run(run(request(ends=False)[:-1])) == b"", "this one is not complete"
+        assert [s for s, _ in parse_responses(asyncio.run(run(request(ends=False, is_chunked=is_chunked))))] == [200]
+    assert [s for s, _ in parse_responses(asyncio.run(run(request(ends=False) * 3)))] == [200] * 3
+    assert asyncio.run(run(request(ends=False)[:-1])) == b"", "an incomplete request has no response"
 
 
 @pytest.mark.parametrize("is_chunked", [False, True])
-def test_names_of_others_and_bodies_of_no_type_are_refused_on_loopback(front, is_chunked):
-    """What a web page can send after its name was made to point to this machine."""
+def test_protocol_checks_host_and_content_type(app, is_chunked):
+    """Defense against DNS rebinding: a web page whose host name resolves to this machine cannot send requests."""
     for host, status in (
         (b"localhost", 200),
         (b"127.0.0.1:8000", 200),
@@ -491,16 +497,16 @@ def test_names_of_others_and_bodies_of_no_type_are_refused_on_loopback(front, is
         (b"localhost:8000", 200),
         (b"", 421),
     ):
-        assert answers(talk(front, request(host=host, is_chunked=is_chunked)))[0][0] == status
-    assert answers(talk(front, request(kind=b"", is_chunked=is_chunked)))[0][0] == 415
-    assert answers(talk(front, b"GET /v1/status HTTP/1.1\r\nhost: evil.example\r\n\r\n"))[0][0] == 421
-    assert answers(talk(front, b"GET /v1/status HTTP/1.1\r\n\r\n"))[0][0] == 400
+        assert parse_responses(exchange(app, request(host=host, is_chunked=is_chunked)))[0][0] == status
+    assert parse_responses(exchange(app, request(kind=b"", is_chunked=is_chunked)))[0][0] == 415
+    assert parse_responses(exchange(app, b"GET /v1/status HTTP/1.1\r\nhost: evil.example\r\n\r\n"))[0][0] == 421
+    assert parse_responses(exchange(app, b"GET /v1/status HTTP/1.1\r\n\r\n"))[0][0] == 400
 
 
-def test_health_has_a_port_of_its_own_while_the_server_lives(front):
+def test_health_port_responds_while_server_is_busy(app):
     probe = b"GET %b HTTP/1.1\r\nhost: 127.0.0.1\r\nconnection: close\r\n\r\n"
 
-    async def ask(port, path):
+    async def get_status(port, path):
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(probe % path)
         received = await reader.read()
@@ -508,50 +514,50 @@ def test_health_has_a_port_of_its_own_while_the_server_lives(front):
         return int(received.split()[1])
 
     async def run():
-        config = uvicorn_config(front, ServeConfig(limits=LIMITS, health_port=0), front)
-        app = config.app
+        config = uvicorn_config(app, ServeConfig(limits=LIMITS, health_port=0), app)
+        with_health_port = config.app
         messages = asyncio.Queue()
-        told = asyncio.Queue()
-        lifespan = asyncio.create_task(app({"type": "lifespan"}, messages.get, told.put))
+        events = asyncio.Queue()
+        lifespan = asyncio.create_task(with_health_port({"type": "lifespan"}, messages.get, events.put))
         await messages.put({"type": "lifespan.startup"})
-        assert (await told.get())["type"] == "lifespan.startup.complete"
-        async with listening(front) as (port, state):  # where all connections are being answered
-            going_on = asyncio.Event()
-            rank = front._posts._handlers["/v1/rank"]
+        assert (await events.get())["type"] == "lifespan.startup.complete"
+        async with listening(app) as (port, state):  # all its connections wait for a response
+            may_continue = asyncio.Event()
+            rank = app._posts._handlers["/v1/rank"]
 
-            async def later(data):
-                await going_on.wait()
+            async def wait_and_rank(data):
+                await may_continue.wait()
                 return await rank(data)
 
-            front._posts._handlers["/v1/rank"] = later
+            app._posts._handlers["/v1/rank"] = wait_and_rank
             busy = [await asyncio.open_connection("127.0.0.1", port) for _ in range(LIMITS.max_connections)]
             for _, writer in busy:
                 writer.write(request(ends=False))
             while not all(c.cycle is not None for c in state.connections) or len(state.connections) < len(busy):
                 await asyncio.sleep(0.001)
-            found = [await ask(port, b"/health/live")]
+            found = [await get_status(port, b"/health/live")]
             paths = (b"/health/live", b"/health/ready", b"/metrics", b"/v1/status")
-            found += [await ask(app.port, path) for path in paths]
-            going_on.set()
+            found += [await get_status(with_health_port.port, path) for path in paths]
+            may_continue.set()
             for reader, writer in busy:
-                assert (await read_answer(reader))[0] == 200
+                assert (await read_response(reader))[0] == 200
                 writer.close()
             while state.connections:
                 await asyncio.sleep(0.001)
         await messages.put({"type": "lifespan.shutdown"})
-        assert (await told.get())["type"] == "lifespan.shutdown.complete"
+        assert (await events.get())["type"] == "lifespan.shutdown.complete"
         await lifespan
         with pytest.raises(ConnectionRefusedError):
-            await asyncio.open_connection("127.0.0.1", app.port)
+            await asyncio.open_connection("127.0.0.1", with_health_port.port)
         return found
 
     assert asyncio.run(run()) == [503, 200, 200, 200, 404]
 
 
-def test_a_health_port_that_is_taken_is_said_so(front):
+def test_health_port_in_use_is_reported(app):
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UserError, match="health_port"):
-        uvicorn_config(front, ServeConfig(health_port=taken.getsockname()[1]), front)
+        uvicorn_config(app, ServeConfig(health_port=taken.getsockname()[1]), app)
 
 
-def test_the_protocol_is_what_the_server_runs():
+def test_protocol_class_is_used_by_server():
     assert issubclass(uvicorn_config(None, ServeConfig()).http, LimitedProtocol)

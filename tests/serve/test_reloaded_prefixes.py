@@ -1,11 +1,11 @@
-"""Prefixes that come back from DRAM: who asked for the copy reads it, however small the cache is."""
+"""Prefixes reloaded from host memory: the request that needs the copy reads it, however small the device cache is."""
 
 import random
 import time
 
 import numpy as np
 import pytest
-from serving_sequences import TIMEOUT_S, appended, draw_candidates, draw_history
+from serving_sequences import TIMEOUT_S, draw_candidates, draw_history, extend_history
 
 from nestrec.models import HSTUConfig
 from nestrec.serving.core.request_limits import RequestSource
@@ -13,7 +13,7 @@ from nestrec.serving.engine.batch_scheduler import EngineConfig
 from nestrec.serving.engine.serving_engine import Engine
 from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
 from nestrec.serving.kv_cache.tiered_prefix_cache import PrefixCacheConfig
-from nestrec.serving.model.model_adapter import make_form
+from nestrec.serving.model.model_adapter import make_adapter
 from nestrec_bench.harness.clocks import ManualClock
 from nestrec_bench.harness.random_model import random_ranking
 
@@ -28,82 +28,86 @@ def servable():
 
 def make_engine(servable, cache_bytes):
     tiers = PrefixCacheConfig(
-        cache_bytes=cache_bytes, dram_bytes=1 << 15, page_tokens=4, spill_above=0.0, reload="always"
+        device_bytes=cache_bytes, host_bytes=1 << 15, page_tokens=4, offload_threshold=0.0, reload_policy="always"
     )
-    cfg = EngineConfig(tiers=tiers, max_queue_s=1e9, trigger=TriggerConfig(policy="all", burst_s=1e9))
-    return Engine(make_form(servable), cfg, clock=ManualClock())
+    cfg = EngineConfig(prefix_cache=tiers, max_queue_delay_s=1e9, preinfer=TriggerConfig(policy="all", burst_s=1e9))
+    return Engine(make_adapter(servable), cfg, clock=ManualClock())
 
 
-class Bursts:
-    """Requests of several clients at once, for prefixes of which the device has room for two or three."""
+class RequestBursts:
+    """Bursts of concurrent requests for prefixes; the device cache holds two or three of them."""
 
     def __init__(self, servable, seed):
         self.rng = np.random.default_rng(seed)
-        self.py = random.Random(seed)
-        self.engine = make_engine(servable, self.py.randrange(2 << 12, 5 << 12))
-        self.histories = [draw_history(self.rng, self.py.randrange(4, 14)) for _ in range(NUM_USERS)]
+        self.random = random.Random(seed)
+        self.engine = make_engine(servable, self.random.randrange(2 << 12, 5 << 12))
+        self.histories = [draw_history(self.rng, self.random.randrange(4, 14)) for _ in range(NUM_USERS)]
 
     def run(self, num_bursts):
         for _ in range(num_bursts):
-            with self.engine._condition:  # all of them wait before any is planned
-                works = [self.ask(user) for user in self.py.sample(range(NUM_USERS), self.py.randrange(2, NUM_USERS))]
-            for work in works:
-                work.future.result(TIMEOUT_S)
+            with self.engine._condition:  # so that all are queued before the first is scheduled
+                requests = [
+                    self.submit_rank(user)
+                    for user in self.random.sample(range(NUM_USERS), self.random.randrange(2, NUM_USERS))
+                ]
+            for request in requests:
+                request.future.result(TIMEOUT_S)
             self.wait_for_copies()
         self.engine.close()
         self.engine.tiers.device.check()
 
-    def ask(self, user):
-        history = self.histories[user] = appended(self.rng, self.histories[user], self.py.choice([0, 0, 1, 2]))
+    def submit_rank(self, user):
+        num_events = self.random.choice([0, 0, 1, 2])
+        history = self.histories[user] = extend_history(self.rng, self.histories[user], num_events)
         candidates = draw_candidates(self.rng, history)
-        return self.engine.rank(str(user), history, candidates, timeout_s=1e9, sender=RequestSource(str(user)))
+        return self.engine.submit_rank(str(user), history, candidates, timeout_s=1e9, sender=RequestSource(str(user)))
 
     def wait_for_copies(self):
         end_s = time.perf_counter() + TIMEOUT_S
-        while self.engine.tiers.dram._in_flight or self.engine._messages:
+        while self.engine.tiers.host_cache._in_flight or self.engine._messages:
             assert time.perf_counter() < end_s
             time.sleep(1e-3)
 
 
-def test_no_copy_is_made_in_vain_over_random_bursts(servable):
-    """What came back for one request was evicted for another before it was read: copied, and computed after all."""
+def test_prefix_reload_makes_no_unneeded_copies(servable):
+    """Regression test: reloaded prefixes used to be evicted for other requests before they were read."""
     num_reloaded = 0
     for seed in range(12):
-        bursts = Bursts(servable, seed)
+        bursts = RequestBursts(servable, seed)
         bursts.run(20)
         counts = bursts.engine.counts
-        assert counts.get("rank_dram", 0) == counts.get("reloaded", 0)
-        held = [entry for entry in bursts.engine.tiers.device.entries() if entry.held_until_s > 0]
-        assert not held, "of requests that were answered"
+        assert counts.get("rank_host", 0) == counts.get("reloaded", 0)
+        reserved = [entry for entry in bursts.engine.tiers.device.entries() if entry.reserved_until_s > 0]
+        assert not reserved, "reservations of completed requests are released"
         num_reloaded += counts.get("reloaded", 0)
     assert num_reloaded > 100
 
 
 @pytest.mark.parametrize("is_rank", [True, False])
-def test_what_came_back_for_a_request_that_was_given_up_is_held_for_nobody(servable, is_rank, monkeypatch):
+def test_prefix_reload_of_cancelled_request_is_released(servable, is_rank, monkeypatch):
     rng = np.random.default_rng(1)
     engine = make_engine(servable, 1 << 14)
     history = draw_history(rng, 9)
     tiers = engine.tiers
-    resume = engine._planner._resume
-    engine.rank("a", history, draw_candidates(rng, history), timeout_s=1e9).future.result(TIMEOUT_S)
-    while tiers.dram._in_flight or engine._messages:
+    resume = engine._scheduler._resume
+    engine.submit_rank("a", history, draw_candidates(rng, history), timeout_s=1e9).future.result(TIMEOUT_S)
+    while tiers.host_cache._in_flight or engine._messages:
         time.sleep(1e-3)
-    held = []
+    reserved_until_s = []
 
-    def cancelled_on_its_way(work):
-        held.append(tiers.device.entries()[0].held_until_s)
-        work.future.cancel()
-        resume(work)
+    def cancel_and_resume(request):
+        reserved_until_s.append(tiers.device.entries()[0].reserved_until_s)
+        request.future.cancel()
+        resume(request)
 
-    monkeypatch.setattr(engine._planner, "_resume", cancelled_on_its_way)
-    monkeypatch.setattr(engine._planner._ranks, "_resume", cancelled_on_its_way)
-    engine._post(lambda: tiers.device.drop(engine._key("a")))
+    monkeypatch.setattr(engine._scheduler, "_resume", cancel_and_resume)
+    monkeypatch.setattr(engine._scheduler._ranks, "_resume", cancel_and_resume)
+    engine._post(lambda: tiers.device.evict(engine._key("a")))
     if is_rank:
-        work = engine.rank("a", history, draw_candidates(rng, history), timeout_s=1e9)
+        request = engine.submit_rank("a", history, draw_candidates(rng, history), timeout_s=1e9)
     else:
-        _, work = engine.preinfer("a", history, 0, 3, timeout_s=1e9)
+        _, request = engine.submit_preinfer("a", history, 0, 3, timeout_s=1e9)
     assert engine.wait_until_idle(TIMEOUT_S)
-    assert held == [work.deadline_s]
-    assert [entry.held_until_s for entry in tiers.device.entries()] == [float("-inf")]
+    assert reserved_until_s == [request.deadline_s]
+    assert [entry.reserved_until_s for entry in tiers.device.entries()] == [float("-inf")]
     engine.close()

@@ -1,4 +1,4 @@
-"""The engine: cached scores are the scores of full inference, whatever happened to the cache."""
+"""The serving engine: scores with cached prefixes equal those of full inference in any state of the cache."""
 
 import math
 import threading
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from serving_oracle import oracle_scores
-from serving_sequences import Sequences, appended, draw_candidates, draw_history
+from serving_sequences import Sequences, draw_candidates, draw_history, extend_history
 
 from nestrec.models import FuXiConfig, HSTUConfig, SASRecConfig
 from nestrec.models.backbone_spec import AttentionSpanConfig
@@ -25,7 +25,7 @@ from nestrec.serving.kv_cache.host_prefix_cache import HostPages
 from nestrec.serving.kv_cache.kv_page_pool import PagePool
 from nestrec.serving.kv_cache.preinfer_trigger import TriggerConfig
 from nestrec.serving.kv_cache.tiered_prefix_cache import PrefixCacheConfig
-from nestrec.serving.model.model_adapter import make_form
+from nestrec.serving.model.model_adapter import make_adapter
 from nestrec_bench.harness.clocks import ManualClock
 from nestrec_bench.harness.random_model import random_ranking, random_retrieval
 
@@ -33,22 +33,27 @@ SIZES = {"dim": 16, "num_layers": 2, "num_heads": 2, "max_length": 32}
 ENCODER = HSTUConfig(**SIZES, head_dim=8, time_bias=True)
 ENCODERS = (
     ENCODER,
-    replace(ENCODER, time_encoding="functional", attention=AttentionSpanConfig(window=7, prefix=3)),
-    replace(ENCODER, num_layers=3, attention=AttentionSpanConfig(window=9, keep_last=8, keep_step=6)),
+    replace(ENCODER, time_encoding="functional", attention=AttentionSpanConfig(window=7, num_prefix_tokens=3)),
+    replace(ENCODER, num_layers=3, attention=AttentionSpanConfig(window=9, truncate_to=8, truncate_step=6)),
     FuXiConfig(**SIZES, head_dim=8, ffn_dim=16, attention=AttentionSpanConfig(window=9)),
     SASRecConfig(**SIZES, ffn_dim=16),
 )
 TIERS = PrefixCacheConfig(
-    cache_bytes=3 << 13, dram_bytes=1 << 15, page_tokens=4, spill_above=0.0, cache_ttl_s=90.0, reload="always"
+    device_bytes=3 << 13,
+    host_bytes=1 << 15,
+    page_tokens=4,
+    offload_threshold=0.0,
+    device_ttl_s=90.0,
+    reload_policy="always",
 )
-CONFIG = EngineConfig(tiers=TIERS, max_queue_s=1e9, trigger=TriggerConfig(policy="all", burst_s=1e9))
+CONFIG = EngineConfig(prefix_cache=TIERS, max_queue_delay_s=1e9, preinfer=TriggerConfig(policy="all", burst_s=1e9))
 MODELS = {"retrieval": random_retrieval, "ranking": random_ranking}
-SLIDE = 4
+HISTORY_STRIDE = 4
 TIMEOUT_S = 60.0
 
 
 def make_engine(servable, cfg=CONFIG, clock=None, slide_events=None):
-    return Engine(make_form(servable, slide_events), cfg, clock=clock)
+    return Engine(make_adapter(servable, slide_events), cfg, clock=clock)
 
 
 @pytest.fixture(params=list(MODELS))
@@ -57,7 +62,7 @@ def servable(request):
 
 
 class CachedAgainstUncached(Sequences):
-    """Two models that take turns; the oracle is the model of training."""
+    """Request sequences that alternate between two models; the oracle is the training model."""
 
     def __init__(self, make_model, seed):
         encoder = ENCODERS[seed % len(ENCODERS)]
@@ -66,29 +71,33 @@ class CachedAgainstUncached(Sequences):
         super().__init__(seed)
 
     def make_engine(self):
-        return make_engine(self.models[self.current], clock=self.clock, slide_events=SLIDE)
+        return make_engine(self.models[self.current], clock=self.clock, slide_events=HISTORY_STRIDE)
 
-    def check(self, history, candidates, answer):
+    def check(self, history, candidates, result):
         model = self.models[self.current]
-        assert answer.version == model.version
+        assert result.version == model.version
         if len(history) or "event_tab" in model.tables:
-            expected = oracle_scores(model, history, candidates, SLIDE)
-            error = float(np.abs(answer.scores - expected).max() / max(1.0, np.abs(expected).max()))
+            expected = oracle_scores(model, history, candidates, HISTORY_STRIDE)
+            error = float(np.abs(result.scores - expected).max() / max(1.0, np.abs(expected).max()))
             self.worst = max(self.worst, error)
 
 
-NUM_SHARDS, SHARD = 20, 250
-SHARDS = [pytest.param(s * SHARD, SHARD, 40, id=f"shard{s}", marks=pytest.mark.slow) for s in range(NUM_SHARDS)]
-"""With two kinds of model, 10,000 sequences; cut so that several processes can share them."""
+NUM_SHARDS = 20
+SHARD_SEQUENCES = 250
+SHARDS = [
+    pytest.param(s * SHARD_SEQUENCES, SHARD_SEQUENCES, 40, id=f"shard{s}", marks=pytest.mark.slow)
+    for s in range(NUM_SHARDS)
+]
+"""10,000 sequences with two kinds of models, sharded for parallel test processes."""
 
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("kind", list(MODELS))
-@pytest.mark.parametrize(("first", "num_sequences", "length"), [pytest.param(0, 12, 60, id="some"), *SHARDS])
-def test_cached_scores_equal_uncached_ones_over_random_sequences(kind, first, num_sequences, length, capsys):
-    """Append, extend, slide, evict, spill, reload, expire, forget, change and swap, against the training-time model."""
+@pytest.mark.parametrize(("first", "num_sequences", "length"), [pytest.param(0, 12, 60, id="few"), *SHARDS])
+def test_prefix_cache_scores_equal_full_inference(kind, first, num_sequences, length, capsys):
+    """Random appends, slides, evictions, offloads, reloads, expirations, erasures, changes and swaps."""
     worst = 0.0
-    sources = {"none": 0, "device": 0, "dram": 0}
+    sources = {"none": 0, "device": 0, "host": 0}
     for seed in range(first, first + num_sequences):
         sequences = CachedAgainstUncached(MODELS[kind], seed)
         sequences.run(length)
@@ -100,26 +109,26 @@ def test_cached_scores_equal_uncached_ones_over_random_sequences(kind, first, nu
     assert min(sources.values()) > 0
 
 
-def test_prefixes_of_8_bits_change_scores_a_little_and_take_half_the_bytes():
+def test_kv_cache_fp8_scores_are_close_at_half_memory():
     model = random_ranking(ENCODER, num_items=200, dtype=torch.bfloat16)
     scores = []
-    held = []
+    num_pages = []
     for prefix_dtype in ("model", "fp8"):
-        engine = make_engine(model, replace(CONFIG, prefix_dtype=prefix_dtype))
+        engine = make_engine(model, replace(CONFIG, kv_cache_dtype=prefix_dtype))
         rng = np.random.default_rng(1)
         history = draw_history(rng, 15)
-        engine.preinfer("a", history, 0, 3, timeout_s=TIMEOUT_S)[1].future.result(TIMEOUT_S)
-        asked = draw_candidates(rng, history, 50)
-        answer = engine.rank("a", history, asked, timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
-        assert answer.source == "device"
-        scores.append(answer.scores)
-        held.append(engine.tiers.device.num_pages)
+        engine.submit_preinfer("a", history, 0, 3, timeout_s=TIMEOUT_S)[1].future.result(TIMEOUT_S)
+        candidates = draw_candidates(rng, history, 50)
+        result = engine.submit_rank("a", history, candidates, timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+        assert result.source == "device"
+        scores.append(result.scores)
+        num_pages.append(engine.tiers.device.num_pages)
         engine.close()
     assert 0 < np.abs(scores[1] - scores[0]).max() <= 0.05 * np.abs(scores[0]).max()
-    assert held[1] >= 1.6 * held[0]  # heads of 8 numbers: their powers of two weigh more than those of 128
+    assert num_pages[1] >= 1.6 * num_pages[0]  # not 2: each head of 8 values has a scale
 
 
-def test_a_history_that_changes_while_it_is_computed_leaves_no_wrong_prefix(servable, monkeypatch):
+def test_prefix_cache_history_change_during_prefill(servable, monkeypatch):
     rng = np.random.default_rng(3)
     history = draw_history(rng, 12)
     engine = make_engine(servable)
@@ -131,52 +140,53 @@ def test_a_history_that_changes_while_it_is_computed_leaves_no_wrong_prefix(serv
         return launched
 
     monkeypatch.setattr(engine._runner, "launch", launch_and_change)
-    engine.preinfer("a", history, 0, 3, timeout_s=TIMEOUT_S)[1].future.result(TIMEOUT_S)
+    engine.submit_preinfer("a", history, 0, 3, timeout_s=TIMEOUT_S)[1].future.result(TIMEOUT_S)
     monkeypatch.setattr(engine._runner, "launch", launch)
     candidates = draw_candidates(rng, history)
-    answer = engine.rank("a", history, candidates, timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
-    expected = oracle_scores(servable, history, candidates, engine.form.slide_events)
-    assert np.abs(answer.scores - expected).max() <= 1e-5 * max(1.0, np.abs(expected).max())
+    result = engine.submit_rank("a", history, candidates, timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+    expected = oracle_scores(servable, history, candidates, engine.adapter.slide_events)
+    assert np.abs(result.scores - expected).max() <= 1e-5 * max(1.0, np.abs(expected).max())
     engine.close()
 
 
-def test_a_prefix_is_used_and_only_the_rest_computed(servable):
+def test_prefix_cache_hit_computes_only_new_tokens(servable):
     rng = np.random.default_rng(1)
     history = draw_history(rng, 12)
     engine = make_engine(servable)
     candidates = draw_candidates(rng, history)
-    engine.preinfer("a", history, 0, 3, timeout_s=TIMEOUT_S)[1].future.result(TIMEOUT_S)
-    answer = engine.rank("a", history, candidates, timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
-    assert answer.source == "device"
-    assert answer.num_cached == engine.form.tokens(history, 0).num_cacheable
-    longer = appended(rng, history, 2)
-    again = engine.rank("a", longer, draw_candidates(rng, longer), timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
-    assert again.num_cached == answer.num_cached
-    other = engine.rank("b", history, candidates, timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+    engine.submit_preinfer("a", history, 0, 3, timeout_s=TIMEOUT_S)[1].future.result(TIMEOUT_S)
+    result = engine.submit_rank("a", history, candidates, timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+    assert result.source == "device"
+    assert result.num_cached == engine.adapter.tokens(history, 0).num_cacheable
+    longer = extend_history(rng, history, 2)
+    again = engine.submit_rank("a", longer, draw_candidates(rng, longer), timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+    assert again.num_cached == result.num_cached
+    other = engine.submit_rank("b", history, candidates, timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
     assert other.source == "none"
-    assert np.abs(other.scores - answer.scores).max() <= 1e-5 * max(1.0, np.abs(other.scores).max())
+    assert np.abs(other.scores - result.scores).max() <= 1e-5 * max(1.0, np.abs(other.scores).max())
     engine.close()
 
 
-def test_many_requests_at_once_are_batched_and_all_answered(servable):
+def test_engine_batches_concurrent_requests(servable):
     rng = np.random.default_rng(2)
     engine = make_engine(servable)
-    asked = []
+    queries = []
     for _ in range(40):
         history = draw_history(rng, int(rng.integers(1, 40)))
-        asked.append((history, draw_candidates(rng, history)))
-    with engine._condition:  # so that all of them are there at the first batch
-        works = [engine.rank(str(u % 7), *pair, timeout_s=TIMEOUT_S) for u, pair in enumerate(asked)]
-    for work, (history, candidates) in zip(works, asked, strict=True):
-        expected = oracle_scores(servable, history, candidates, engine.form.slide_events)
-        assert np.abs(work.future.result(TIMEOUT_S).scores - expected).max() <= 1e-5 * max(1.0, np.abs(expected).max())
+        queries.append((history, draw_candidates(rng, history)))
+    with engine._condition:  # so that all are queued before the first batch
+        requests = [engine.submit_rank(str(u % 7), *pair, timeout_s=TIMEOUT_S) for u, pair in enumerate(queries)]
+    for request, (history, candidates) in zip(requests, queries, strict=True):
+        expected = oracle_scores(servable, history, candidates, engine.adapter.slide_events)
+        scores = request.future.result(TIMEOUT_S).scores
+        assert np.abs(scores - expected).max() <= 1e-5 * max(1.0, np.abs(expected).max())
     assert engine.counts["batches"] < 40
     assert engine.queued_s == 0.0
     engine.close()
 
 
 class LateDevice(ReferenceRunner):
-    """Batches end a while after they were launched."""
+    """Runner whose batches finish 10 ms after their launch."""
 
     depth = 2
 
@@ -191,27 +201,27 @@ class LateDevice(ReferenceRunner):
         return InFlightBatch(wait, lambda: time.perf_counter() >= ends_s)
 
 
-def test_an_answer_comes_when_its_batch_ends_however_late_it_was_expected(monkeypatch):
-    monkeypatch.setattr(EngineCostModel, "predict_s", lambda self, *work, **options: 30.0)
-    form = make_form(random_ranking(ENCODER, num_items=200))
+def test_engine_responds_when_batch_ends(monkeypatch):
+    monkeypatch.setattr(EngineCostModel, "predict_s", lambda self, *args, **options: 30.0)
+    form = make_adapter(random_ranking(ENCODER, num_items=200))
     pool = PagePool(ENCODER, num_pages=32, page_tokens=4, device=torch.device("cpu"), dtype=torch.float32)
     engine = Engine(form, CONFIG, runner=LateDevice(form, pool))
     rng = np.random.default_rng(9)
     history = draw_history(rng, 10)
     candidates = draw_candidates(rng, history)
     start_s = time.perf_counter()
-    works = [engine.rank(str(user), history, candidates, timeout_s=1e9) for user in range(3)]
-    answers = [work.future.result(TIMEOUT_S) for work in works]
+    requests = [engine.submit_rank(str(user), history, candidates, timeout_s=1e9) for user in range(3)]
+    results = [request.future.result(TIMEOUT_S) for request in requests]
     assert time.perf_counter() - start_s < 25.0
     expected = oracle_scores(form.servable, history, candidates, form.slide_events)
-    assert max(np.abs(answer.scores - expected).max() for answer in answers) <= 1e-5
-    assert all(work.planned_s >= start_s and work.launched_s >= work.planned_s for work in works)
+    assert max(np.abs(result.scores - expected).max() for result in results) <= 1e-5
+    assert all(r.launched_s >= r.planned_s >= start_s for r in requests)
     engine.close()
 
 
 @pytest.mark.parametrize("most_seen", [(), (7, 32)])
 def test_cost_model_tokens_within_is_total_and_monotonic(most_seen):
-    costs = EngineCostModel(most_seen=most_seen, pair_s=1e-3)
+    costs = EngineCostModel(max_keys_per_layer=most_seen, pair_s=1e-3)
     seconds = [-math.inf, -1e300, -1.0, 0.0, 5e-324, 1e-9, 1e-3, 1.0, 1e300, math.inf]
     for prefix in (0, 5, 10**6):
         counts = [costs.tokens_within(each, prefix) for each in seconds]
@@ -220,56 +230,58 @@ def test_cost_model_tokens_within_is_total_and_monotonic(most_seen):
         assert counts[-1] > 10**6
 
 
-def known_cost(_costs, seconds, _prefix):
-    """Tokens at ten microseconds each: what so small a model costs a token is lost in the noise."""
+def fixed_tokens_within(_costs, seconds, _prefix):
+    """Return the number of tokens at 10 us per token; the measured cost of so small a model is mostly noise."""
     return int(min(seconds, 1e9) / 1e-5)
 
 
-def test_signals_are_cut_by_time_where_that_is_asked_for(monkeypatch):
-    monkeypatch.setattr(EngineCostModel, "tokens_within", known_cost)
+def test_preinfer_is_chunked_by_time(monkeypatch):
+    monkeypatch.setattr(EngineCostModel, "tokens_within", fixed_tokens_within)
     encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=1024)
     servable = random_retrieval(encoder, num_items=200)
     rng = np.random.default_rng(10)
     history = draw_history(rng, 1000)
     batches = {}
     for chunk_ms in (0.0, 1e-6):
-        tiers = replace(TIERS, cache_bytes=1 << 20)
-        engine = make_engine(servable, replace(CONFIG, tiers=tiers, chunk_ms=chunk_ms))
-        engine.preinfer("a", history, 0, 3, timeout_s=1e9)[1].future.result(TIMEOUT_S)
+        tiers = replace(TIERS, device_bytes=1 << 20)
+        engine = make_engine(servable, replace(CONFIG, prefix_cache=tiers, preinfer_chunk_ms=chunk_ms))
+        engine.submit_preinfer("a", history, 0, 3, timeout_s=1e9)[1].future.result(TIMEOUT_S)
         batches[chunk_ms] = engine.counts["batches"]
         candidates = draw_candidates(rng, history)
-        answer = engine.rank("a", history, candidates, timeout_s=1e9).future.result(TIMEOUT_S)
-        assert answer.num_cached == 999
-        expected = oracle_scores(servable, history, candidates, engine.form.slide_events)
-        assert np.abs(answer.scores - expected).max() <= 1e-5 * max(1.0, np.abs(expected).max())
+        result = engine.submit_rank("a", history, candidates, timeout_s=1e9).future.result(TIMEOUT_S)
+        assert result.num_cached == 999
+        expected = oracle_scores(servable, history, candidates, engine.adapter.slide_events)
+        assert np.abs(result.scores - expected).max() <= 1e-5 * max(1.0, np.abs(expected).max())
         engine.close()
-    assert batches == {0.0: 1, 1e-6: 4}, "pieces of 256 tokens"
+    assert batches == {0.0: 1, 1e-6: 4}, "chunks of 256 tokens"
 
 
-@pytest.mark.parametrize("options", [{"chunk_ms": 0.0}, {"trigger": replace(CONFIG.trigger, budget_ms=0.0)}])
-def test_batches_without_a_time_limit_take_all_that_waits(servable, options):
+@pytest.mark.parametrize(
+    "options", [{"preinfer_chunk_ms": 0.0}, {"preinfer": replace(CONFIG.preinfer, latency_budget_ms=0.0)}]
+)
+def test_batch_without_time_limit_takes_all_requests(servable, options):
     rng = np.random.default_rng(11)
     engine = make_engine(servable, replace(CONFIG, **options))
     history = draw_history(rng, 12)
-    with engine._condition:  # both signals wait together
-        works = [engine.preinfer(user, history, 0, 3, timeout_s=TIMEOUT_S)[1] for user in "ab"]
-    works.append(engine.rank("c", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S))
-    for work in works:
-        work.future.result(TIMEOUT_S)
+    with engine._condition:  # so that both pre-infer requests are queued together
+        requests = [engine.submit_preinfer(user, history, 0, 3, timeout_s=TIMEOUT_S)[1] for user in "ab"]
+    requests.append(engine.submit_rank("c", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S))
+    for request in requests:
+        request.future.result(TIMEOUT_S)
     assert engine.is_alive
     engine.close()
     engine.tiers.device.check()
 
 
-def know_costs(monkeypatch):
-    monkeypatch.setattr(EngineCostModel, "tokens_within", known_cost)
+def fix_costs(monkeypatch):
+    monkeypatch.setattr(EngineCostModel, "tokens_within", fixed_tokens_within)
     monkeypatch.setattr(
         EngineCostModel, "predict_s", lambda _costs, tokens, _pairs, steps=1.0: tokens * 1e-5 + steps * 1e-6
     )
 
 
-class InSteps(ReferenceRunner):
-    """Remembers how many rows its batches had."""
+class RowCountingRunner(ReferenceRunner):
+    """Runner that records the number of rows of each batch."""
 
     def __init__(self, form, pool, row_step):
         super().__init__(form, pool)
@@ -281,99 +293,103 @@ class InSteps(ReferenceRunner):
         return super().launch(parts)
 
 
-def engine_in_steps(row_step, **options):
-    """An engine with room for long prefixes, and its runner."""
+def engine_with_row_step(row_step, **options):
+    """Return an engine with capacity for long prefixes, and its runner."""
     encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=1024)
-    form = make_form(random_retrieval(encoder, num_items=200))
+    form = make_adapter(random_retrieval(encoder, num_items=200))
     pool = PagePool(encoder, num_pages=512, page_tokens=4, device=torch.device("cpu"), dtype=torch.float32)
-    runner = InSteps(form, pool, row_step)
-    cfg = replace(CONFIG, tiers=replace(TIERS, cache_bytes=1 << 20), **options)
+    runner = RowCountingRunner(form, pool, row_step)
+    cfg = replace(CONFIG, prefix_cache=replace(TIERS, device_bytes=1 << 20), **options)
     engine = Engine(form, cfg, runner=runner)
-    runner.rows.clear()  # of the warm-up
+    runner.rows.clear()  # remove the batches of the warm-up
     return engine, runner
 
 
-def test_chunks_end_where_a_batch_has_whole_steps_of_rows():
-    engine, runner = engine_in_steps(400, chunk_ms=0.0)
+def test_preinfer_chunks_fill_multiples_of_row_step():
+    engine, runner = engine_with_row_step(400, preinfer_chunk_ms=0.0)
     history = draw_history(np.random.default_rng(12), 1000)
-    engine.preinfer("a", history, 0, 3, timeout_s=1e9)[1].future.result(TIMEOUT_S)
+    engine.submit_preinfer("a", history, 0, 3, timeout_s=1e9)[1].future.result(TIMEOUT_S)
     engine.close()
     assert runner.rows == [800, 199]
 
 
-def test_a_chunk_takes_a_quarter_of_the_budget_of_ranking_unless_told_otherwise(monkeypatch):
-    monkeypatch.setattr(EngineCostModel, "tokens_within", known_cost)
+def test_engine_default_chunk_is_quarter_of_budget(monkeypatch):
+    monkeypatch.setattr(EngineCostModel, "tokens_within", fixed_tokens_within)
     encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=1024)
     servable = random_retrieval(encoder, num_items=200)
     history = draw_history(np.random.default_rng(13), 1000)
     batches = []
     for budget_ms in (1e6, 1e-6):
-        trigger = replace(CONFIG.trigger, budget_ms=budget_ms)
-        cfg = replace(CONFIG, tiers=replace(TIERS, cache_bytes=1 << 20), trigger=trigger)
+        trigger = replace(CONFIG.preinfer, latency_budget_ms=budget_ms)
+        cfg = replace(CONFIG, prefix_cache=replace(TIERS, device_bytes=1 << 20), preinfer=trigger)
         engine = make_engine(servable, cfg)
-        engine.preinfer("a", history, 0, 3, timeout_s=1e9)[1].future.result(TIMEOUT_S)
+        engine.submit_preinfer("a", history, 0, 3, timeout_s=1e9)[1].future.result(TIMEOUT_S)
         batches.append(engine.counts["batches"])
         engine.close()
-    assert batches == [1, 4], "pieces of 256 tokens"
+    assert batches == [1, 4], "chunks of 256 tokens"
 
 
 @pytest.mark.parametrize(("num_ranked", "chunk"), [(0, 768), (2, 512), (8, 256)])
-def test_signals_fill_a_batch_up_to_a_time_and_starve_beside_no_number_of_requests(monkeypatch, num_ranked, chunk):
-    know_costs(monkeypatch)
-    (engine, runner) = engine_in_steps(1, chunk_ms=10.0)
+def test_preinfer_fills_batches_without_starving(monkeypatch, num_ranked, chunk):
+    fix_costs(monkeypatch)
+    engine, runner = engine_with_row_step(1, preinfer_chunk_ms=10.0)
     rng = np.random.default_rng(14)
     ranked = draw_history(rng, 200)
-    with engine._condition:  # so that one batch has it all
-        works = [engine.preinfer("a", draw_history(rng, 999), 0, 3, timeout_s=1e9)[1]]
-        works += [
-            engine.rank(f"{user}", ranked, draw_candidates(rng, ranked, 10), timeout_s=1e9)
+    with engine._condition:  # so that one batch contains all requests
+        requests = [engine.submit_preinfer("a", draw_history(rng, 999), 0, 3, timeout_s=1e9)[1]]
+        requests += [
+            engine.submit_rank(f"{user}", ranked, draw_candidates(rng, ranked, 10), timeout_s=1e9)
             for user in range(num_ranked)
         ]
-    for work in works:
-        work.future.result(TIMEOUT_S)
+    for request in requests:
+        request.future.result(TIMEOUT_S)
     engine.close()
     assert runner.rows[0] == num_ranked * 210 + chunk
 
 
-def test_what_a_prefix_saves_of_a_request_decides_whether_it_is_worth_a_signal(monkeypatch):
-    know_costs(monkeypatch)
-    trigger = TriggerConfig(policy="at_risk", budget_ms=0.0, least_gain=0.2)
-    engine, _ = engine_in_steps(1, trigger=trigger)
+def test_preinfer_depends_on_saved_time(monkeypatch):
+    fix_costs(monkeypatch)
+    trigger = TriggerConfig(policy="at_risk", latency_budget_ms=0.0, min_gain=0.2)
+    engine, _ = engine_with_row_step(1, preinfer=trigger)
     history = draw_history(np.random.default_rng(20), 101)
-    asked = {count: engine.preinfer(f"{count}", history, 0, count, timeout_s=1e9)[0].reason for count in (380, 420)}
-    assert asked == {380: "admitted", 420: "short"}, "100 tokens of 481, and of 521"
-    assert [engine.foresee(101, count).reason for count in (380, 420)] == ["wanted", "short"]
+    reasons = {
+        count: engine.submit_preinfer(f"{count}", history, 0, count, timeout_s=1e9)[0].reason for count in (380, 420)
+    }
+    assert reasons == {380: "admitted", 420: "short"}, "100 tokens of 481, and of 521"
+    assert [engine.would_admit_preinfer(101, count).reason for count in (380, 420)] == ["history_required", "short"]
     engine.close()
 
 
-def test_a_batch_takes_no_second_signal_that_there_is_no_time_for(monkeypatch):
-    know_costs(monkeypatch)
-    (engine, runner) = engine_in_steps(1, chunk_ms=4.0)
+def test_preinfer_batch_time_is_bounded(monkeypatch):
+    fix_costs(monkeypatch)
+    engine, runner = engine_with_row_step(1, preinfer_chunk_ms=4.0)
     rng = np.random.default_rng(17)
-    with engine._condition:  # so that all of it is there at the first batch
+    with engine._condition:  # so that all are queued before the first batch
         lengths = enumerate((301, 301, 51))
-        works = [engine.preinfer(f"{i}", draw_history(rng, n), 0, 3, timeout_s=1e9)[1] for i, n in lengths]
-    for work in works:
-        work.future.result(TIMEOUT_S)
+        requests = [engine.submit_preinfer(f"{i}", draw_history(rng, n), 0, 3, timeout_s=1e9)[1] for i, n in lengths]
+    for request in requests:
+        request.future.result(TIMEOUT_S)
     engine.close()
-    assert runner.rows[0] == 256, "400 tokens are in time: 256 of the first, and not another 256"
+    assert runner.rows[0] == 256, "the time limit allows 400 tokens: one chunk of 256, but not two"
 
 
-def test_signals_wait_while_requests_are_left_for_the_next_batch():
-    (engine, runner) = engine_in_steps(400, max_batch_tokens=300, chunk_ms=0.0)
+def test_preinfer_waits_for_queued_ranking_requests():
+    engine, runner = engine_with_row_step(400, max_batch_tokens=300, preinfer_chunk_ms=0.0)
     rng = np.random.default_rng(16)
     ranked = draw_history(rng, 200)
-    with engine._condition:  # so that all of it is there at the first batch
-        works = [engine.preinfer("a", draw_history(rng, 101), 0, 3, timeout_s=1e9)[1]]
-        works += [engine.rank(f"{i}", ranked, draw_candidates(rng, ranked, 10), timeout_s=1e9) for i in range(4)]
-    for work in works:
-        work.future.result(TIMEOUT_S)
+    with engine._condition:  # so that all are queued before the first batch
+        requests = [engine.submit_preinfer("a", draw_history(rng, 101), 0, 3, timeout_s=1e9)[1]]
+        requests += [
+            engine.submit_rank(f"{i}", ranked, draw_candidates(rng, ranked, 10), timeout_s=1e9) for i in range(4)
+        ]
+    for request in requests:
+        request.future.result(TIMEOUT_S)
     engine.close()
     assert runner.rows == [420, 420 + 100]
 
 
 @pytest.mark.parametrize("direction", ["copy_out", "copy_in"])
-def test_a_copy_that_fails_loses_no_request_and_no_memory(monkeypatch, direction, caplog):
+def test_prefix_cache_failed_copy_loses_nothing(monkeypatch, direction, caplog):
     def fail(*_):
         raise MemoryError("no host memory")
 
@@ -381,33 +397,36 @@ def test_a_copy_that_fails_loses_no_request_and_no_memory(monkeypatch, direction
     monkeypatch.setattr("nestrec.serving.kv_cache.tiered_prefix_cache.FAILURES", Failures())
     rng = np.random.default_rng(15)
     servable = random_ranking(ENCODER, num_items=200)
-    engine = make_engine(servable, replace(CONFIG, tiers=replace(TIERS, keeps_on_device=False)))
+    engine = make_engine(servable, replace(CONFIG, prefix_cache=replace(TIERS, keep_on_device=False)))
     with monkeypatch.context() as broken:
         broken.setattr(HostPages, direction, fail)
         for _ in range(3):
             history = draw_history(rng, 9)
-            for _ in range(2):  # the second asks for what the first has left
+            for _ in range(2):  # the second reads the prefix of the first
                 candidates = draw_candidates(rng, history)
-                answer = engine.rank("a", history, candidates, timeout_s=1e9).future.result(TIMEOUT_S)
-                expected = oracle_scores(servable, history, candidates, engine.form.slide_events)
-                assert np.abs(answer.scores - expected).max() <= 1e-5
+                result = engine.submit_rank("a", history, candidates, timeout_s=1e9).future.result(TIMEOUT_S)
+                expected = oracle_scores(servable, history, candidates, engine.adapter.slide_events)
+                assert np.abs(result.scores - expected).max() <= 1e-5
                 wait_for_copies(engine)
-    assert "failed; the prefix is forgotten" in caplog.text
-    assert engine.tiers.dram.num_bytes == sum(kept.num_bytes for kept in engine.tiers.dram.entries())
-    answer = engine.rank("a", history, candidates, timeout_s=1e9).future.result(TIMEOUT_S)
+    assert "failed; the prefix is dropped from the cache" in caplog.text
+    assert engine.tiers.host_cache.num_bytes == sum(entry.num_bytes for entry in engine.tiers.host_cache.entries())
+    result = engine.submit_rank("a", history, candidates, timeout_s=1e9).future.result(TIMEOUT_S)
     wait_for_copies(engine)
-    answer = engine.rank("a", history, candidates, timeout_s=1e9).future.result(TIMEOUT_S)
-    assert answer.source == "dram", "the next copy is made"
-    assert np.abs(answer.scores - expected).max() <= 1e-5
+    result = engine.submit_rank("a", history, candidates, timeout_s=1e9).future.result(TIMEOUT_S)
+    assert result.source == "host", "the next copy succeeds"
+    assert np.abs(result.scores - expected).max() <= 1e-5
     engine.close()
     assert engine.tiers.device.num_free_pages == engine.tiers.device.num_pages
 
 
-def test_a_copy_is_worth_it_where_it_is_sooner_than_computing_counting_those_who_wait(monkeypatch):
-    engine = make_engine(random_ranking(ENCODER, num_items=200), replace(CONFIG, tiers=replace(TIERS, reload="worth")))
+def test_prefix_reload_is_used_if_faster_than_prefill(monkeypatch):
+    engine = make_engine(
+        random_ranking(ENCODER, num_items=200),
+        replace(CONFIG, prefix_cache=replace(TIERS, reload_policy="when_faster")),
+    )
     tiers = engine.tiers
     monkeypatch.setattr(engine.costs, "predict_s", lambda *_: 1e-3)
-    for copy_s, ahead_s, behind, is_worth in (
+    for copy_s, ahead_s, num_behind, is_faster in (
         (9e-4, 0.0, 0, True),
         (3e-3, 0.0, 0, False),
         (3e-3, 2.5e-3, 0, True),
@@ -415,147 +434,155 @@ def test_a_copy_is_worth_it_where_it_is_sooner_than_computing_counting_those_who
         (3e-3, 0.0, 1, False),
     ):
         monkeypatch.setattr(tiers._in, "copy_s", lambda num_bytes, copy_s=copy_s: copy_s * (num_bytes > 0))
-        assert tiers._is_copy_worth(8, ahead_s, behind) == is_worth
+        assert tiers._is_copy_faster(8, ahead_s, num_behind) == is_faster
     engine.close()
 
 
-def test_what_copies_cost_is_known_before_the_first_is_chosen(monkeypatch):
-    """An estimate that is too high would have no copy made, and so never be corrected."""
+def test_prefix_reload_cost_is_measured_at_start(monkeypatch):
+    """An estimate that is too high would prevent all copies, and so would never be corrected."""
     cost_s = {"copy_in": 0.03, "copy_out": 0.02}
     for direction, seconds in cost_s.items():
         monkeypatch.setattr(HostPages, direction, lambda *_, seconds=seconds: time.sleep(seconds))
-    engine = make_engine(random_ranking(ENCODER, num_items=200), replace(CONFIG, tiers=replace(TIERS, reload="worth")))
+    engine = make_engine(
+        random_ranking(ENCODER, num_items=200),
+        replace(CONFIG, prefix_cache=replace(TIERS, reload_policy="when_faster")),
+    )
     tiers = engine.tiers
     pages = min(32, engine.tiers.device.num_pages)
     for copier, seconds in ((tiers._in, cost_s["copy_in"]), (tiers._out, cost_s["copy_out"])):
         assert copier.copy_s(pages * tiers.pool.page_bytes) >= seconds
         assert copier.wait_s == 0.0
-    assert len(tiers.dram.entries()) == tiers.dram.num_bytes == 0
+    assert len(tiers.host_cache.entries()) == tiers.host_cache.num_bytes == 0
     engine.close()
 
 
-def test_what_a_signal_has_brought_back_from_dram_counts_as_found_there_by_the_first_request_that_reads_it():
+def test_prefix_reload_counts_as_host_hit():
     rng = np.random.default_rng(18)
     servable = random_ranking(ENCODER, num_items=200)
     engine = make_engine(servable)
     history = draw_history(rng, 9)
 
-    def ranked():
-        answer = engine.rank("a", history, draw_candidates(rng, history), timeout_s=1e9).future.result(TIMEOUT_S)
+    def cache_source():
+        result = engine.submit_rank("a", history, draw_candidates(rng, history), timeout_s=1e9).future.result(TIMEOUT_S)
         wait_for_copies(engine)
-        return answer.source
+        return result.source
 
-    assert ranked() == "none"
-    engine._post(lambda: engine.tiers.device.drop(engine._key("a")))
-    engine.preinfer("a", history, 0, 3, timeout_s=1e9)[1].future.result(TIMEOUT_S)
-    assert [ranked(), ranked()] == ["dram", "device"]
-    assert (engine.counts["reloaded"], engine.counts["rank_dram"]) == (1, 1)
+    assert cache_source() == "none"
+    engine._post(lambda: engine.tiers.device.evict(engine._key("a")))
+    engine.submit_preinfer("a", history, 0, 3, timeout_s=1e9)[1].future.result(TIMEOUT_S)
+    assert [cache_source(), cache_source()] == ["host", "device"]
+    assert (engine.counts["reloaded"], engine.counts["rank_host"]) == (1, 1)
     engine.close()
 
 
-def test_who_comes_while_a_signal_brings_the_prefix_back_from_dram_waits_for_that_copy(monkeypatch):
-    """Computing it as well would write to the pages that the copy writes to."""
+def test_prefix_reload_is_shared_by_later_request(monkeypatch):
+    """A prefill in addition to the copy would write to the same pages."""
     rng = np.random.default_rng(18)
     servable = random_ranking(ENCODER, num_items=200)
     engine = make_engine(servable)
     history = draw_history(rng, 9)
     may_copy = threading.Event()
     copies = []
-    copy_in = engine.tiers._host.copy_in
+    copy_in = engine.tiers._host_pages.copy_in
 
-    def copied_later(pages, held):
+    def wait_and_copy(pages, host_pages):
         copies.append(pages)
         assert may_copy.wait(TIMEOUT_S)
-        copy_in(pages, held)
+        copy_in(pages, host_pages)
 
     candidates = draw_candidates(rng, history)
-    engine.rank("a", history, candidates, timeout_s=1e9).future.result(TIMEOUT_S)
+    engine.submit_rank("a", history, candidates, timeout_s=1e9).future.result(TIMEOUT_S)
     wait_for_copies(engine)
-    monkeypatch.setattr(engine.tiers._host, "copy_in", copied_later)
-    engine._post(lambda: engine.tiers.device.drop(engine._key("a")))
-    engine.preinfer("a", history, 0, 3, timeout_s=1e9)
+    monkeypatch.setattr(engine.tiers._host_pages, "copy_in", wait_and_copy)
+    engine._post(lambda: engine.tiers.device.evict(engine._key("a")))
+    engine.submit_preinfer("a", history, 0, 3, timeout_s=1e9)
     end_s = time.perf_counter() + TIMEOUT_S
     while not copies and time.perf_counter() < end_s:
         time.sleep(0.001)
-    ranked = engine.rank("a", history, candidates, timeout_s=1e9)
-    other = engine.rank("b", draw_history(rng, 5), candidates, timeout_s=1e9)
-    other.future.result(TIMEOUT_S)  # planned after it
+    ranked = engine.submit_rank("a", history, candidates, timeout_s=1e9)
+    other = engine.submit_rank("b", draw_history(rng, 5), candidates, timeout_s=1e9)
+    other.future.result(TIMEOUT_S)  # scheduled after the first
     assert not ranked.future.done()
     may_copy.set()
-    answer = ranked.future.result(TIMEOUT_S)
-    assert (answer.source, answer.num_cached) == ("dram", 18)
+    result = ranked.future.result(TIMEOUT_S)
+    assert (result.source, result.num_cached) == ("host", 18)
     engine.close()
 
 
-def test_a_few_more_events_do_not_have_the_whole_prefix_copied_to_dram_again():
+def test_prefix_offload_copies_only_new_pages():
     rng = np.random.default_rng(19)
     servable = random_ranking(ENCODER, num_items=200)
     engine = make_engine(servable)
     history = draw_history(rng, 0)
-    kept = []
+    lengths = []
     for num_new in (9, 1, 4):
-        history = appended(rng, history, num_new)
-        engine.rank("a", history, draw_candidates(rng, history), timeout_s=1e9).future.result(TIMEOUT_S)
+        history = extend_history(rng, history, num_new)
+        engine.submit_rank("a", history, draw_candidates(rng, history), timeout_s=1e9).future.result(TIMEOUT_S)
         wait_for_copies(engine)
-        kept += [entry.length for entry in engine.tiers.dram.entries()]
-    assert kept == [18, 18, 28]
+        lengths += [entry.length for entry in engine.tiers.host_cache.entries()]
+    assert lengths == [18, 18, 28]
     engine.close()
 
 
-def test_the_trigger_hears_what_requests_take_beside_the_device(servable):
-    """The host's part of a batch, and the way of a request to the engine and of an answer back."""
+def test_trigger_receives_host_times(servable):
+    """The trigger gets the host time per batch, and the transit time of requests and results."""
     engine = make_engine(servable)
     history = draw_history(np.random.default_rng(20), 9)
     candidates = draw_candidates(np.random.default_rng(20), history)
     for number in range(16):
         sender = RequestSource("a", 1000, time.perf_counter() - 5.0, 2.0)
-        engine.rank(f"{number}", history, candidates, timeout_s=TIMEOUT_S, sender=sender).future.result(TIMEOUT_S)
+        engine.submit_rank(f"{number}", history, candidates, timeout_s=TIMEOUT_S, sender=sender).future.result(
+            TIMEOUT_S
+        )
     is_quiet = threading.Event()
-    engine._post(is_quiet.set)  # all of the last batch is done before it
+    engine._post(is_quiet.set)  # runs after the last batch is complete
     assert is_quiet.wait(TIMEOUT_S)
-    assert 7.0 <= engine.trigger.way_s <= 10.0
-    assert engine.pace.host_s > 0
-    with engine._condition:  # nothing is computed meanwhile
-        work = engine.rank("a", history, candidates, timeout_s=TIMEOUT_S)
-        alone_s = engine._outlook.full_rank_s(work.tokens.length, len(candidates))
-        assert engine.trigger._offered[-1][1] == pytest.approx(alone_s + engine.pace.host_s)
-    work.future.result(TIMEOUT_S)
+    assert 7.0 <= engine.trigger.transit_s <= 10.0
+    assert engine.pacer.host_s > 0
+    with engine._condition:  # nothing is computed in this block
+        request = engine.submit_rank("a", history, candidates, timeout_s=TIMEOUT_S)
+        alone_s = engine._estimator.full_rank_s(request.tokens.length, len(candidates))
+        assert engine.trigger._arrivals[-1][1] == pytest.approx(alone_s + engine.pacer.host_s)
+    request.future.result(TIMEOUT_S)
     engine.close()
 
 
 def wait_for_copies(engine):
-    """Until everything that was begun has ended and been told to the engine."""
+    """Wait until all started copies have finished and the engine has processed their results."""
     end_s = time.perf_counter() + TIMEOUT_S
-    while engine.tiers.dram._in_flight or engine._messages:
+    while engine.tiers.host_cache._in_flight or engine._messages:
         assert time.perf_counter() < end_s
         time.sleep(1e-3)
 
 
-def test_a_full_queue_refuses_and_says_when_to_come_back(servable):
+def test_engine_full_queue_rejects_with_retry_after(servable):
     rng = np.random.default_rng(3)
-    engine = make_engine(servable, replace(CONFIG, max_queue_s=0.02))
+    engine = make_engine(servable, replace(CONFIG, max_queue_delay_s=0.02))
     history = draw_history(rng, 20)
-    refused, works = [], []
-    with engine._condition:  # nothing is computed meanwhile
+    retry_after_s = []
+    requests = []
+    with engine._condition:  # nothing is computed in this block
         for user in range(3000):
             try:
-                works.append(engine.rank(str(user), history, draw_candidates(rng, history, 50), timeout_s=TIMEOUT_S))
+                requests.append(
+                    engine.submit_rank(str(user), history, draw_candidates(rng, history, 50), timeout_s=TIMEOUT_S)
+                )
             except OverloadedError as error:
-                refused.append(error.retry_after_s)
-    assert refused
-    assert min(refused) > 0
-    assert all(len(work.future.result(TIMEOUT_S).scores) == 50 for work in works)
+                retry_after_s.append(error.retry_after_s)
+    assert retry_after_s
+    assert min(retry_after_s) > 0
+    assert all(len(request.future.result(TIMEOUT_S).scores) == 50 for request in requests)
     engine.close()
 
 
-def test_cancelled_and_late_requests_are_not_computed(servable):
+def test_engine_skips_cancelled_and_late_requests(servable):
     rng = np.random.default_rng(4)
     clock = ManualClock()
     engine = make_engine(servable, clock=clock)
     history = draw_history(rng, 10)
-    with engine._condition:  # nothing is planned meanwhile
-        late = engine.rank("a", history, draw_candidates(rng, history), timeout_s=1.0)
-        cancelled = engine.rank("b", history, draw_candidates(rng, history), timeout_s=9.0)
+    with engine._condition:  # nothing is scheduled in this block
+        late = engine.submit_rank("a", history, draw_candidates(rng, history), timeout_s=1.0)
+        cancelled = engine.submit_rank("b", history, draw_candidates(rng, history), timeout_s=9.0)
         cancelled.future.cancel()
         clock.sleep(2.0)
     with pytest.raises(UnavailableError):
@@ -564,43 +591,47 @@ def test_cancelled_and_late_requests_are_not_computed(servable):
     with pytest.raises(CancelledError):
         cancelled.future.result(TIMEOUT_S)
     assert engine.counts.get("batches", 0) == 0
-    assert engine.counts["cancelled"] == engine.counts["refused_deadline"] == 1
+    assert engine.counts["cancelled"] == engine.counts["shed_deadline"] == 1
     engine.close()
 
 
-def test_draining_finishes_what_was_accepted_and_refuses_the_rest(servable):
+def test_engine_drain_finishes_accepted_requests(servable):
     rng = np.random.default_rng(5)
     engine = make_engine(servable)
     history = draw_history(rng, 10)
-    works = [engine.rank(str(u), history, draw_candidates(rng, history), timeout_s=TIMEOUT_S) for u in range(100)]
+    requests = [
+        engine.submit_rank(str(u), history, draw_candidates(rng, history), timeout_s=TIMEOUT_S) for u in range(100)
+    ]
     assert engine.drain(TIMEOUT_S)
-    assert all(work.future.done() for work in works)
+    assert all(request.future.done() for request in requests)
     with pytest.raises(UnavailableError):
-        engine.rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S)
+        engine.submit_rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S)
     engine.close()
 
 
-def test_a_batch_that_fails_answers_with_an_error_and_leaks_no_page(servable, monkeypatch):
+def test_engine_failed_batch_leaks_no_page(servable, monkeypatch):
     rng = np.random.default_rng(6)
     engine = make_engine(servable)
     history = draw_history(rng, 10)
     launch = engine._runner.launch
     launched = []
 
-    def fail_the_first(parts):
+    def fail_first(parts):
         launched.append(parts)
         return launch(parts) if len(launched) > 1 else 1 / 0
 
-    monkeypatch.setattr(engine._runner, "launch", fail_the_first)
+    monkeypatch.setattr(engine._runner, "launch", fail_first)
     with pytest.raises(RuntimeError, match="failed"):
-        engine.rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
-    answer = engine.rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
-    assert answer.source == "none"
+        engine.submit_rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+    result = engine.submit_rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(
+        TIMEOUT_S
+    )
+    assert result.source == "none"
     engine.close()
     engine.tiers.device.check()
 
 
-def test_what_is_forgotten_while_a_batch_computes_with_it_is_not_copied_to_dram_afterwards(servable, monkeypatch):
+def test_prefix_erased_during_batch_is_not_offloaded(servable, monkeypatch):
     rng = np.random.default_rng(8)
     engine = make_engine(servable)
     history = draw_history(rng, 10)
@@ -611,55 +642,61 @@ def test_what_is_forgotten_while_a_batch_computes_with_it_is_not_copied_to_dram_
         return launch(parts)
 
     monkeypatch.setattr(engine._runner, "launch", launch_and_forget)
-    engine.rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
-    assert engine.tiers.device.entries() == engine.tiers.dram.entries() == []
+    engine.submit_rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+    assert engine.tiers.device.entries() == engine.tiers.host_cache.entries() == []
     engine.close()
     engine.tiers.device.check()
 
 
-def test_a_prefix_that_was_forgotten_on_its_way_back_is_not_told_as_found(servable, monkeypatch):
+def test_prefix_erased_during_reload_is_no_hit(servable, monkeypatch):
     rng = np.random.default_rng(22)
     engine = make_engine(servable)
     history = draw_history(rng, 10)
-    host = engine.tiers._host
+    host = engine.tiers._host_pages
     copy_in = host.copy_in
-    has_left = threading.Event()
+    is_evicted = threading.Event()
 
-    def forget_and_copy(pages, held):
+    def forget_and_copy(pages, host_pages):
         engine.forget("a")
-        copy_in(pages, held)
+        copy_in(pages, host_pages)
 
-    def leave_the_device():
-        engine.tiers.device.drop(engine.tiers.device.entries()[0].key)
-        has_left.set()
+    def evict_from_device():
+        engine.tiers.device.evict(engine.tiers.device.entries()[0].key)
+        is_evicted.set()
 
     monkeypatch.setattr(host, "copy_in", forget_and_copy)
-    engine.rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
-    engine.tiers._out._pool.submit(lambda: engine._post(leave_the_device))  # after the copy to DRAM
-    assert has_left.wait(TIMEOUT_S)
-    answer = engine.rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+    engine.submit_rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
+    engine.tiers._out._pool.submit(lambda: engine._post(evict_from_device))  # runs after the copy to host memory
+    assert is_evicted.wait(TIMEOUT_S)
+    result = engine.submit_rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(
+        TIMEOUT_S
+    )
     assert engine.counts["reloaded"] == 1
-    assert (answer.source, answer.num_cached) == ("none", 0)
+    assert (result.source, result.num_cached) == ("none", 0)
     engine.close()
     engine.tiers.device.check()
 
 
-def test_a_prefix_that_there_is_no_room_for_is_not_told_as_found(servable):
+def test_prefix_reload_without_free_pages_is_no_hit(servable):
     rng = np.random.default_rng(21)
-    engine = make_engine(servable, replace(CONFIG, tiers=replace(TIERS, cache_bytes=1)))
+    engine = make_engine(servable, replace(CONFIG, prefix_cache=replace(TIERS, device_bytes=1)))
     history = draw_history(rng, 10)
     for _ in range(2):
-        answer = engine.rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
-        assert (answer.source, answer.num_cached) == ("none", 0)
+        result = engine.submit_rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(
+            TIMEOUT_S
+        )
+        assert (result.source, result.num_cached) == ("none", 0)
     engine.close()
     engine.tiers.device.check()
 
 
-def test_without_prefixes_every_request_is_computed_in_full(servable):
+def test_prefix_cache_disabled_computes_requests_in_full(servable):
     rng = np.random.default_rng(7)
-    engine = make_engine(servable, replace(CONFIG, tiers=replace(TIERS, keeps_prefix=False)))
+    engine = make_engine(servable, replace(CONFIG, prefix_cache=replace(TIERS, enabled=False)))
     history = draw_history(rng, 10)
     for _ in range(2):
-        answer = engine.rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(TIMEOUT_S)
-        assert (answer.source, answer.num_cached) == ("none", 0)
+        result = engine.submit_rank("a", history, draw_candidates(rng, history), timeout_s=TIMEOUT_S).future.result(
+            TIMEOUT_S
+        )
+        assert (result.source, result.num_cached) == ("none", 0)
     engine.close()

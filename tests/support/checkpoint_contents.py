@@ -35,13 +35,13 @@ def make_content(step: int, *, num_chunks: int = 3, rows_per_chunk: int = 5) -> 
 
 
 def values_of(restored: LoadedCheckpoint, table: str) -> dict[int, tuple[float, ...]]:
-    """Key to (weights, state) of all rows; fails where a key comes twice."""
-    found: dict[int, tuple[float, ...]] = {}
+    """Return the weights and the state of all rows by key, and fail if a key occurs twice."""
+    rows: dict[int, tuple[float, ...]] = {}
     for chunk in restored.rows(table):
         for index, key in enumerate(chunk["keys"].tolist()):
-            assert key not in found
-            found[key] = (*chunk["weight"][index].tolist(), float(chunk["state_sum"][index]))
-    return found
+            assert key not in rows
+            rows[key] = (*chunk["weight"][index].tolist(), float(chunk["state_sum"][index]))
+    return rows
 
 
 def table_values(chunks: Iterable[Chunk]) -> dict[int, tuple[float, ...]]:
@@ -63,10 +63,10 @@ def assert_same(restored: LoadedCheckpoint, content: RankCheckpoint) -> None:
         assert values_of(restored, table) == table_values(chunks)
 
 
-def save_steps(folder: str, way: str) -> None:
-    """Save steps up to 4 by the named method, from where the folder stands, keeping one checkpoint."""
+def save_steps(folder: str, method: str) -> None:
+    """Save the steps after the latest checkpoint up to step 4, by the named method, and retain one checkpoint."""
     checkpoints = CheckpointManager(folder, keep=1)
     restored = checkpoints.restore_latest()
     for step in range(restored.step + 1 if restored else 1, 5):
-        getattr(checkpoints, way)(step, make_content(step))
+        getattr(checkpoints, method)(step, make_content(step))
     checkpoints.close()

@@ -1,7 +1,8 @@
-"""Commands as processes of their own; those of Python need not load torch again, which takes seconds of each.
+"""Runs commands as separate processes; Python commands can be forked, because loading torch takes seconds.
 
-Forked ones come from the server of ranks, which has loaded torch and the trainer and computed nothing. They are killed
-and waited for as others are. With NESTREC_RANKS_START=spawn they are interpreters of their own, as ranks are then.
+Forked commands come from the server that ranks are forked from, which has loaded torch and the trainer and has not
+computed anything. They are killed and waited for like other processes. With NESTREC_RANKS_START=spawn, commands are
+started as new interpreters, like ranks.
 """
 
 import faulthandler
@@ -19,15 +20,15 @@ from typing import IO, Protocol
 import psutil
 
 from support.fail_points import arm_from_environment
-from support.rank_pool import loaded_context
+from support.rank_pool import preloaded_context
 
 
 class RunningProcess(Protocol):
-    """What the runner of faults asks of a process."""
+    """Interface of a process that the fault runner needs."""
 
     pid: int
     returncode: int | None
-    """Known once it was waited for."""
+    """Exit code, set by `wait`."""
 
     def wait(self, timeout: float | None = None) -> int: ...
 
@@ -35,7 +36,7 @@ class RunningProcess(Protocol):
 
 
 class ForkedCommand:
-    """`python -m MODULE ...` or `python -c CODE ...`."""
+    """A forked process that runs `python -m MODULE ...` or `python -c CODE ...`."""
 
     def __init__(
         self,
@@ -45,7 +46,7 @@ class ForkedCommand:
         cwd: Path | None,
         output: Path | Connection,
     ) -> None:
-        """output: file or pipe that takes what it says, on both streams."""
+        """Start the process; standard output and error go to `output`."""
         assert command[0] == sys.executable
         self._process = context.Process(target=_run, args=(list(command[1:]), dict(env), cwd, output))
         self._process.start()
@@ -54,7 +55,11 @@ class ForkedCommand:
         self.stdout: IO[bytes] | None = None
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit code, negative for a signal; psutil.TimeoutExpired where it is not over in time."""
+        """Return the exit code, which is negative for a signal.
+
+        Raises:
+            psutil.TimeoutExpired: If the process is still running after `timeout` seconds.
+        """
         self._process.join(timeout)
         if self._process.exitcode is None:
             raise psutil.TimeoutExpired(timeout, self.pid)
@@ -62,7 +67,7 @@ class ForkedCommand:
         return self.returncode
 
     def poll(self) -> int | None:
-        """The exit code, where it has ended."""
+        """Return the exit code, or None if the process is running."""
         self.returncode = self._process.exitcode
         return self.returncode
 
@@ -80,28 +85,28 @@ class ForkedCommand:
 def start(
     command: Sequence[str], *, is_forked: bool, env: Mapping[str, str], cwd: Path | None, output: Path
 ) -> RunningProcess:
-    """is_forked: of a command of Python, unless ranks are interpreters of their own."""
-    if is_forked and isinstance(context := loaded_context(), ForkServerContext):
+    """Start a command; `is_forked` forks a Python command unless NESTREC_RANKS_START is spawn."""
+    if is_forked and isinstance(context := preloaded_context(), ForkServerContext):
         return ForkedCommand(command, context, env, cwd, output)
     with output.open("wb") as sink:
         started: RunningProcess = psutil.Popen(command, env=dict(env), cwd=cwd, stdout=sink, stderr=subprocess.STDOUT)
     return started
 
 
-def piped(command: Sequence[str], env: Mapping[str, str]) -> "ForkedCommand | subprocess.Popen[bytes]":
-    """A command of Python, forked as in `start`; what it says can be read from its `stdout`."""
-    context = loaded_context()
+def start_piped(command: Sequence[str], env: Mapping[str, str]) -> "ForkedCommand | subprocess.Popen[bytes]":
+    """Start a Python command, forked as in `start`, whose output can be read from `stdout`."""
+    context = preloaded_context()
     if not isinstance(context, ForkServerContext):
         return subprocess.Popen(command, env=dict(env), stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    reading, writing = os.pipe()
-    with Connection(writing, readable=False) as theirs:
-        process = ForkedCommand(command, context, env, None, theirs)
-    process.stdout = os.fdopen(reading, "rb")
+    read_end, write_end = os.pipe()
+    with Connection(write_end, readable=False) as child_end:
+        process = ForkedCommand(command, context, env, None, child_end)
+    process.stdout = os.fdopen(read_end, "rb")
     return process
 
 
 def _run(command: Sequence[str], env: Mapping[str, str], cwd: Path | None, output: Path | Connection) -> None:
-    """As the interpreter would: the caller's environment, folder, path and arguments; one sink for both streams."""
+    """Run a Python command in this process with the given environment, folder, module path, arguments and output."""
     if isinstance(output, Path):
         sink = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
     else:
@@ -116,12 +121,12 @@ def _run(command: Sequence[str], env: Mapping[str, str], cwd: Path | None, outpu
     os.environ.update(env)
     if cwd is not None:
         os.chdir(cwd)
-    sys.path[:0] = [place for place in env.get("PYTHONPATH", "").split(os.pathsep) if place and place not in sys.path]
+    sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path and path not in sys.path]
     arm_from_environment()
-    way, what, *arguments = command
-    sys.argv = [what, *arguments]
-    if way == "-m":
-        runpy.run_module(what, run_name="__main__", alter_sys=True)
+    option, module_or_code, *arguments = command
+    sys.argv = [module_or_code, *arguments]
+    if option == "-m":
+        runpy.run_module(module_or_code, run_name="__main__", alter_sys=True)
     else:
-        assert way == "-c"
-        exec(compile(what, "<string>", "exec"), {"__name__": "__main__"})
+        assert option == "-c"
+        exec(compile(module_or_code, "<string>", "exec"), {"__name__": "__main__"})

@@ -1,7 +1,7 @@
-"""Compiles once what many processes of tests would compile at the same time.
+"""Compiles host loops and tests once, so that parallel test processes do not compile them at the same time.
 
-`python -m support.compile_warmup FOLDER...`: numba keeps the host loops of training and serving beside the modules,
-and pytest the tests of the folders with their assertions, for all who come later.
+`python -m support.compile_warmup FOLDER...` fills two caches: numba's cache of the host loops of training and serving,
+and pytest's cache of the rewritten tests of the folders.
 """
 
 import contextlib
@@ -23,15 +23,18 @@ STEPS = {"training.max_steps": 3, "training.checkpoint_every_steps": 2}
 RUNS: tuple[tuple[str, dict[str, object]], ...] = (
     ("hstu", {"pipeline.schedule": "nested", "pipeline.window_cache": True}),
     ("sasrec", {"pipeline.schedule": "priority", "tables.*.dtype": "bfloat16"}),
-    ("ranking", {"pipeline.schedule": "serial", "training.dtype": "float64", "tables.item_topic.optimizer": "sgd"}),
-    ("rows", {"pipeline.schedule": "nested", "training.dtype": "float64"}),
+    (
+        "ranking",
+        {"pipeline.schedule": "serial", "training.weight_dtype": "float64", "tables.item_topic.optimizer": "sgd"},
+    ),
+    ("rows", {"pipeline.schedule": "nested", "training.weight_dtype": "float64"}),
     ("rows", {"pipeline.schedule": "nested", "task.table_store.kind": "disk", "task.table_store.cache_rows": 16}),
 )
-"""All families, under schedules that differ in what they compute on rows, in the types and places that rows have."""
+"""Runs of all families, with schedules that compute different things on rows, and rows of several types and stores."""
 
 
 def compile_loops() -> None:
-    """Small runs, what ranks deal samples with, and what servers read with."""
+    """Compile the host loops by small runs, by balancing samples with each policy, and by the servers' JSON reader."""
     json_long_lists.warm_up()
     for policy in POLICIES:
         partition(policy, np.arange(1, 8, dtype=np.float64), 2, lengths=np.arange(1, 8))
@@ -47,7 +50,7 @@ def compile_loops() -> None:
 
 
 def compile_tests(folders: list[str]) -> None:
-    """Collects them, where nobody has yet. What is wrong with them is said by those who run them."""
+    """Collect the tests if they have not been collected before; errors are reported when the tests run."""
     if not any(path for folder in folders for path in Path(folder).rglob("*-pytest-*.pyc")):
         with contextlib.redirect_stdout(io.StringIO()):
             pytest.main(["--collect-only", *folders])

@@ -1,4 +1,4 @@
-"""A run folder as the trainer leaves it, with made-up but realistic content."""
+"""Writes run folders in the format of the trainer, with synthetic but realistic content."""
 
 import json
 import math
@@ -11,14 +11,14 @@ import numpy as np
 from nestrec.data.dataset_card import Counts, DatasetCard, length_statistics, log_histogram, popularity_statistics
 from nestrec.trace import Span, save_spans
 
-STEPS_AN_EPOCH = 40
+STEPS_PER_EPOCH = 40
 HEADLINE = "ndcg@10"
 USERS = (30, 10, 20, 40)
-"""Of a made-up test, not in order."""
+"""Users of a synthetic test set, not in order."""
 
 
 def write_run(folder: Path, *, num_epochs: int = 12, with_test: bool = True, with_trace: bool = True) -> Path:
-    """Write config, versions, metrics, card and, where asked, a trace of two ranks."""
+    """Write config, versions, metrics, card and, if `with_trace`, a trace of two ranks."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(make_config(), indent=2))
     (folder / "versions.json").write_text(json.dumps(make_versions(), indent=2))
@@ -41,7 +41,10 @@ def write_ranks(
     users: Sequence[int] = USERS,
     ks: tuple[int, ...] = (10, 50),
 ) -> Path:
-    """A tested run whose model put the target of `users[i]` at `ranks[i]`; popularity finds the first user's only."""
+    """Write a tested run whose model ranked the target of `users[i]` at `ranks[i]`.
+
+    The popularity baseline finds the target of the first user only.
+    """
     (folder / "eval").mkdir(parents=True)
     config: dict[str, Any] = make_config(recipe, seed)
     config["task"]["evaluation"]["ks"] = list(ks)
@@ -60,7 +63,7 @@ def make_config(name: str = "ml_1m_hstu", seed: int = 42) -> dict[str, Any]:
         "task": {
             "kind": "retrieval",
             "encoder": {"kind": "hstu", "dim": 50, "num_layers": 2},
-            "evaluation": {"ks": [10, 50, 200], "headline": HEADLINE},
+            "evaluation": {"ks": [10, 50, 200], "main_metric": HEADLINE},
         },
         "data": {"folder": "data/ml-1m", "synthetic": None},
         "optimizer": {"learning_rate": 0.001, "weight_decay": 0.0},
@@ -106,17 +109,17 @@ def make_card() -> DatasetCard:
 
 
 def make_records(num_epochs: int, *, with_test: bool = True) -> list[dict[str, Any]]:
-    """Steps with an evaluation after each epoch, a resumption in the middle and the test at the end."""
+    """Return records of steps with an evaluation after each epoch, a resume in the middle and the test at the end."""
     generator = np.random.default_rng(1)
     records: list[dict[str, Any]] = []
     for epoch in range(1, num_epochs + 1):
-        first = (epoch - 1) * STEPS_AN_EPOCH
+        first = (epoch - 1) * STEPS_PER_EPOCH
         if epoch == 6:
             records.append({"kind": "event", "step": first, "text": f"resumed from step {first}"})
-        records += [make_step(step, epoch, generator) for step in range(first + 1, first + STEPS_AN_EPOCH + 1)]
-        records.append(make_evaluation(first + STEPS_AN_EPOCH, epoch, "valid"))
+        records += [make_step(step, epoch, generator) for step in range(first + 1, first + STEPS_PER_EPOCH + 1)]
+        records.append(make_evaluation(first + STEPS_PER_EPOCH, epoch, "valid"))
     if with_test and num_epochs:
-        records.append(make_evaluation(num_epochs * STEPS_AN_EPOCH, num_epochs, "test"))
+        records.append(make_evaluation(num_epochs * STEPS_PER_EPOCH, num_epochs, "test"))
     return records
 
 
@@ -163,7 +166,7 @@ def _metrics(ndcg: float) -> dict[str, list[float]]:
 
 
 def make_spans(num_steps: int = 4) -> list[Span]:
-    """Two ranks, of which the second enters the exchange late; the compute lane waits for part of the exchange."""
+    """Return spans of two ranks: the second enters the exchange late, and the compute lane waits for part of it."""
     spans = []
     for rank in range(2):
         for step in range(num_steps):

@@ -1,4 +1,4 @@
-"""Actions at the fail points of the package, for tests of faults.
+"""Actions at the fail points of the package, for fault injection tests.
 
 In this process a test arms a point with `armed("checkpoint.before_rename", raise_error)`. In another process it sets
 `NESTREC_FAIL_POINTS="name@3=kill,other=raise"` in the variables that `fail_variables` returns: the third time that
@@ -25,12 +25,12 @@ _hits: dict[str, int] = {}
 
 
 def fail_variables(points: str, log: Path, python_path: str | None = None) -> dict[str, str]:
-    """Returns variables for the environment of a process that is to arm points at its start, and so its children.
+    """Return environment variables with which a process and its children arm fail points at their start.
 
     Args:
         points: Such as `checkpoint.before_rename@3=kill`.
         log: File that the names of fired points are appended to.
-        python_path: `PYTHONPATH` of the process without them; by default that of this process.
+        python_path: `PYTHONPATH` of the process without these variables; by default that of this process.
     """
     base = os.environ.get("PYTHONPATH", "") if python_path is None else python_path
     path = [str(_SITE), str(_SITE.parents[1]), *filter(None, [base])]
@@ -50,7 +50,7 @@ def _fire(name: str) -> None:
 
 @contextlib.contextmanager
 def armed(name: str, action: Action | None = None, *, at: int = 0) -> Iterator[None]:
-    """Arms `name` inside a `with` block; `at` counts hits from 1, and 0 means every hit."""
+    """Arm `name` inside a `with` block; `at` counts hits from 1, and 0 means every hit."""
     _armed[name] = (at, action or (lambda: None))
     _hits.pop(name, None)
     try:
@@ -87,7 +87,7 @@ def _log(name: str) -> None:
 
 
 def arm_from_environment() -> None:
-    """Arms what the environment names, at the start of a process or after a fork that changed it."""
+    """Arm the fail points of the environment, at the start of a process or after a fork that changed it."""
     for part in filter(None, os.environ.get(POINTS_VARIABLE, "").split(",")):
         point, _, action = part.partition("=")
         name, _, at = point.partition("@")

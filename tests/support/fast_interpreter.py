@@ -1,9 +1,8 @@
-"""Triton's interpreter, quicker: what it looks up or makes anew for every operation is found once.
+"""A pytest plugin that makes Triton's interpreter faster by caching lookups: `-p support.fast_interpreter`.
 
-Most of its time went into book-keeping: for each function that a kernel calls it replaced all of `triton.language`
-again, for each block it made the type and the shape of it, and for each sum of integers it computed whether they
-overflow, which only an assertion would look at that it never makes. What kernels compute stays the same.
-A plugin of pytest: `-p support.fast_interpreter`.
+Most of the interpreter's time is bookkeeping. For each function that a kernel calls, it patches all of
+`triton.language` again; for each block, it creates the type and the shape; for each sum of integers, it checks for an
+overflow, and the result of the check is never used. The results of kernels do not change.
 """
 
 import inspect
@@ -19,7 +18,7 @@ from triton.runtime import interpreter
 
 @cache
 def _names_of_builtins(package: Any) -> list[str]:
-    """First asked for when nothing is replaced."""
+    """Return the names of the builtins; the first call must be before any of them is patched."""
     return [name for name, member in inspect.getmembers(package) if tl.core.is_builtin(member)]
 
 
@@ -31,16 +30,17 @@ def _patch_builtin(package: Any, builder: Any, scope: Any) -> None:
 
 
 class _Scope(interpreter._LangPatchScope):  # type: ignore[misc]
-    """What a kernel has replaced, and of which modules: functions that it calls find them so."""
+    """Patches of a kernel, which also apply to the functions that it calls."""
 
     modules: tuple[Any, ...] = ()
+    """Modules that this scope has patched."""
 
     def restore(self) -> None:
         super().restore()
-        _replaced.difference_update(self.modules)
+        _patched.difference_update(self.modules)
 
 
-_replaced: set[Any] = set()
+_patched: set[Any] = set()
 _patch_all = interpreter._patch_lang
 
 
@@ -51,13 +51,13 @@ def _modules_of(function: Any) -> tuple[Any, ...]:
 
 
 def _patch_lang(function: Any) -> Any:
-    """Of a kernel; of a function that it calls only what the kernel does not name itself."""
+    """Patch the modules that a kernel uses; a function that it calls needs patches only for further modules."""
     scope = _Scope()
     modules = _modules_of(function)
-    if not modules or not _replaced.issuperset(modules):
+    if not modules or not _patched.issuperset(modules):
         scope._changes = _patch_all(function)._changes
-        scope.modules = tuple(module for module in modules if module not in _replaced)
-        _replaced.update(modules)
+        scope.modules = tuple(module for module in modules if module not in _patched)
+        _patched.update(modules)
     return scope
 
 
@@ -65,14 +65,14 @@ _type_of_scalar = cache(interpreter._get_np_dtype)
 
 
 def _get_np_dtype(kind: Any) -> np.dtype[Any]:
-    """Of blocks that of their elements."""
+    """Return the NumPy type of a scalar, or of the elements of a block."""
     scalar = kind.scalar
     return np.dtype(np.uint64) if isinstance(scalar, tl.pointer_type) else _type_of_scalar(scalar)
 
 
 @cache
 def _shape_of(sizes: tuple[int, ...]) -> tuple[Any, Any]:
-    """(shape, number of elements) of tensors of these sizes: nobody changes them."""
+    """Return the shape and the number of elements of tensors of these sizes; both are immutable and thus shared."""
     return tl.core.tuple([tl.constexpr(size) for size in sizes]), tl.constexpr(math.prod(sizes))
 
 
@@ -88,7 +88,7 @@ _known_blocks: dict[tuple[str, tuple[int, ...]], dict[str, Any]] = {}
 
 
 def _init_block(block: Any, element: Any, shape: Any) -> None:
-    """All that it knows is a function of its elements and sizes."""
+    """Initialize a block type from the cache; its attributes depend only on the type of its elements and its sizes."""
     key = element.name, tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
     known = _known_blocks.get(key)
     if known is None:

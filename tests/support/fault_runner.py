@@ -1,8 +1,8 @@
-"""Runs a command, makes it fail at chosen moments, and starts it again until it ends well.
+"""Runs a command, injects faults at chosen moments, and restarts it until it succeeds.
 
     history = run_with_faults(["nestrec", "train", ...], [FailPoint("checkpoint.before_rename@2=kill"), KillWhen(...)])
 
-A fault that never fires is an error: a fault test must not pass because nothing happened.
+A fault that never fires is an error, because a fault test must not pass without a fault.
 """
 
 import contextlib
@@ -26,32 +26,32 @@ from support.fail_points import fail_variables
 _POLL_S = 0.005
 _TAIL_CHARACTERS, _STACKS_CHARACTERS = 4000, 40_000
 _ABORT_S = 10.0
-"""for stacks to be written"""
+"""Time for the processes to write their stacks."""
 
 Victim = Callable[[RunningProcess], int | None]
-"""Given the started process, the id of the one to kill, or None while it does not exist."""
+"""Function from the started process to the id of the process to kill, or None while it does not exist."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailPoint:
-    """A fault at a place in the program."""
+    """A fault that the program triggers itself, at a named fail point."""
 
     points: str
-    """As in NESTREC_FAIL_POINTS: `name@3=kill`."""
+    """Fail point with hit count and action, in the syntax of NESTREC_FAIL_POINTS: `name@3=kill`."""
 
 
 @dataclass(frozen=True, slots=True)
 class KillWhen:
-    """A signal from outside, as soon as a condition holds."""
+    """A signal that the test sends as soon as a condition holds."""
 
     is_due: Callable[[], bool]
-    """Polled every few milliseconds."""
+    """Condition, polled every few milliseconds."""
     victim: Victim = lambda process: int(process.pid)
-    """Which process; the started one by default, `rank_of(k)` for a rank under a launcher."""
+    """Process to signal: the started one by default, `rank_of(k)` for a rank under a launcher."""
     signal: int = signal.SIGKILL
-    """What to send."""
-    held_at: str = ""
-    """`name@3` of a fail point: the process waits there, so that it cannot end before who watches it has looked."""
+    """Signal to send."""
+    wait_at: str = ""
+    """Fail point such as `name@3` at which the process waits, so that it cannot end before the condition is polled."""
 
 
 Fault = FailPoint | KillWhen
@@ -64,9 +64,9 @@ class Attempt:
     exit_code: int
     duration_s: float
     output: str
-    """The end of its standard output and error."""
+    """Last part of its standard output and error."""
     num_fired: int
-    """Faults that fired in it; a launcher that restarts its ranks can survive several."""
+    """Number of faults that fired in it; a launcher that restarts its ranks can survive several."""
 
 
 def run_with_faults(
@@ -77,25 +77,38 @@ def run_with_faults(
     cwd: Path | None = None,
     limit_s: float = 100.0,
     is_forked: bool = False,
-    tell: Callable[[str], None] = lambda line: None,
+    on_attempt: Callable[[str], None] = lambda line: None,
 ) -> list[Attempt]:
-    """Start the command until it exits with 0 and all faults have fired, in order; what happened.
+    """Start the command until it exits with 0 and all faults have fired, in order.
 
-    `limit_s` is for one attempt. Fails where a fault does not fire, or where an attempt fails without one.
-    is_forked: the command is Python's and needs torch, which processes that are forked need not load.
-    tell: is given a line after each attempt.
+    Args:
+        command: Arguments of the command.
+        faults: Faults, in the order in which they fire.
+        env: Environment variables in addition to those of this process.
+        cwd: Working directory.
+        limit_s: Time limit of one attempt.
+        is_forked: Whether to fork a Python command from a process that has loaded torch, so that it need not load it.
+        on_attempt: Called with a line of text after each attempt.
+
+    Returns:
+        All attempts.
+
+    Raises:
+        AssertionError: If a fault does not fire, or an attempt fails without one.
     """
     history: list[Attempt] = []
     remaining = list(faults)
     with tempfile.TemporaryDirectory(prefix="nestrec-faults-") as scratch:
         while not history or history[-1].exit_code != 0:
-            whole_env = {"PYTHONFAULTHANDLER": "1", **os.environ, **(env or {})}
-            starting = partial(start, command, is_forked=is_forked, cwd=cwd)
-            attempt = _attempt(starting, remaining, env=whole_env, limit_s=limit_s, scratch=Path(scratch))
+            full_env = {"PYTHONFAULTHANDLER": "1", **os.environ, **(env or {})}
+            start_command = partial(start, command, is_forked=is_forked, cwd=cwd)
+            attempt = _attempt(start_command, remaining, env=full_env, limit_s=limit_s, scratch=Path(scratch))
             history.append(attempt)
             del remaining[: attempt.num_fired]
             fired = f"{len(faults) - len(remaining)} of {len(faults)} faults fired"
-            tell(f"start {len(history)} ended with {attempt.exit_code} after {attempt.duration_s:.1f} s: {fired}")
+            on_attempt(
+                f"start {len(history)} exited with {attempt.exit_code} after {attempt.duration_s:.1f} s: {fired}"
+            )
             if attempt.exit_code != 0 and attempt.num_fired == 0:
                 raise AssertionError(f"failed with {attempt.exit_code} although no fault fired:\n{attempt.output}")
     if remaining:
@@ -104,17 +117,17 @@ def run_with_faults(
 
 
 def lines_reach(path: Path, count: int, *, delay_s: float = 0.0) -> Callable[[], bool]:
-    """A condition: the file has this many lines, and then some time has passed."""
+    """Return a condition that holds `delay_s` after the file has reached this number of lines."""
     return delayed(lambda: path.exists() and path.read_bytes().count(b"\n") >= count, delay_s)
 
 
 def saves_reach(checkpoints: Path, step: int, *, delay_s: float = 0.0) -> Callable[[], bool]:
-    """A condition: a checkpoint of this step or a later one is in the folder, and then some time has passed."""
+    """Return a condition that holds `delay_s` after a checkpoint of this step or a later one was committed."""
     return delayed(lambda: any(saved >= step for saved in committed_steps(checkpoints)), delay_s)
 
 
 def delayed(is_reached: Callable[[], bool], delay_s: float) -> Callable[[], bool]:
-    """A condition: another one held once, and then some time has passed."""
+    """Return a condition that holds `delay_s` after another one has held for the first time."""
     reached_at: list[float] = []
 
     def is_due() -> bool:
@@ -126,20 +139,26 @@ def delayed(is_reached: Callable[[], bool], delay_s: float) -> Callable[[], bool
 
 
 def random_kills(
-    path: Path, *, seed: int, num_kills: int, num_lines: int, delay_s: float, held_at: str
+    path: Path, *, seed: int, num_kills: int, num_lines: int, delay_s: float, wait_at: str
 ) -> list[KillWhen]:
-    """Kills at random moments of a run that writes `num_lines` lines: after one of them and up to `delay_s` more.
+    """Return kills at random moments of a run that writes `num_lines` lines.
 
-    held_at: a fail point of the program behind these lines.
+    Args:
+        path: File that the run writes lines to.
+        seed: Seed of the moments.
+        num_kills: Number of kills.
+        num_lines: Number of lines.
+        delay_s: Each kill is between 0 and `delay_s` after one of the lines.
+        wait_at: Fail point that the program reaches after these lines.
     """
     random_ = random.Random(seed)
     lines = sorted(random_.sample(range(1, num_lines), num_kills))
     conditions = [lines_reach(path, line, delay_s=random_.uniform(0, delay_s)) for line in lines]
-    return [KillWhen(condition, held_at=held_at) for condition in conditions]
+    return [KillWhen(condition, wait_at=wait_at) for condition in conditions]
 
 
 def rank_of(rank: int) -> Victim:
-    """The process of a rank below a launcher such as torchrun."""
+    """Return a function that finds the process of a rank below a launcher such as torchrun."""
 
     def find(process: RunningProcess) -> int | None:
         for child in process.children(recursive=True):
@@ -152,7 +171,7 @@ def rank_of(rank: int) -> Victim:
 
 
 def _attempt(
-    starting: Callable[..., RunningProcess],
+    start_command: Callable[..., RunningProcess],
     faults: Sequence[Fault],
     *,
     env: Mapping[str, str],
@@ -161,41 +180,45 @@ def _attempt(
 ) -> Attempt:
     fail_log = scratch / "fired.txt"
     output = scratch / "output.txt"
-    for path in (fail_log, output):  # a process that is ended at once has not begun to write
+    for path in (fail_log, output):  # a process that is killed at once has not written them
         path.write_text("")
     points = _points_of(faults[0]) if faults else ""
     armed = {**env, **fail_variables(points, fail_log, env.get("PYTHONPATH", ""))}
     start_s = time.monotonic()
-    process = starting(env=armed, output=output)
+    process = start_command(env=armed, output=output)
     try:
         num_sent = _watch(process, faults, start_s + limit_s)
         if num_sent is None:
             _abort(process, fail_log)
     finally:
         _end(process, fail_log)
-    said = output.read_text(errors="replace")
+    text = output.read_text(errors="replace")
     if num_sent is None:
-        raise AssertionError(f"not over after {limit_s} s:\n{said[-_STACKS_CHARACTERS:]}")
+        raise AssertionError(f"still running after {limit_s} s:\n{text[-_STACKS_CHARACTERS:]}")
     assert process.returncode is not None
     return Attempt(
-        process.returncode, time.monotonic() - start_s, said[-_TAIL_CHARACTERS:], num_sent + bool(fail_log.read_text())
+        process.returncode, time.monotonic() - start_s, text[-_TAIL_CHARACTERS:], num_sent + bool(fail_log.read_text())
     )
 
 
 def _points_of(fault: Fault) -> str:
     if isinstance(fault, FailPoint):
         return fault.points
-    return f"{fault.held_at}=wait" if fault.held_at else ""
+    return f"{fault.wait_at}=wait" if fault.wait_at else ""
 
 
 def _watch(process: RunningProcess, faults: Sequence[Fault], deadline_s: float) -> int | None:
-    """Wait for the end of the process, sending signals when they are due; how many hit, or None at the deadline."""
+    """Wait for the end of the process and send signals when they are due.
+
+    Returns:
+        Number of signals that hit, or None at the deadline.
+    """
     kills = list(itertools.takewhile(lambda fault: isinstance(fault, KillWhen), faults))
     hit: list[int] = []
     while time.monotonic() < deadline_s:
         with contextlib.suppress(psutil.TimeoutExpired):
             exit_code = process.wait(timeout=_POLL_S)
-            # A signal to a process that was just ending by itself is not a fault.
+            # A signal to a process that was already exiting with 0 is not a fault.
             return len(hit) - (exit_code == 0 and process.pid in hit[-1:])
         if len(hit) < len(kills):
             pid = _send_when_due(process, kills[len(hit)], hit)
@@ -206,7 +229,7 @@ def _watch(process: RunningProcess, faults: Sequence[Fault], deadline_s: float) 
 def _send_when_due(process: RunningProcess, fault: Fault, hit: Sequence[int]) -> int | None:
     assert isinstance(fault, KillWhen)
     pid = fault.victim(process) if fault.is_due() else None
-    if pid is not None and pid not in hit:  # one that is dying already would count as two faults
+    if pid is not None and pid not in hit:  # a process that is already dying would count as two faults
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, fault.signal)
             return pid
@@ -214,7 +237,7 @@ def _send_when_due(process: RunningProcess, fault: Fault, hit: Sequence[int]) ->
 
 
 def _abort(process: RunningProcess, fail_log: Path) -> None:
-    """What is not over in time says where it stands: faulthandler writes the stacks of all threads at SIGABRT."""
+    """Send SIGABRT to the processes of the attempt, so that faulthandler writes the stacks of their threads."""
     others = [other for other in _of_attempt(fail_log) if other.pid != process.pid]
     for pid in (process.pid, *(other.pid for other in others)):
         with contextlib.suppress(ProcessLookupError):
@@ -225,8 +248,12 @@ def _abort(process: RunningProcess, fail_log: Path) -> None:
 
 
 def _end(process: RunningProcess, fail_log: Path) -> None:
-    """Nothing of the attempt survives it, not even ranks whose launcher was killed: they carry the name of its log."""
-    if process.returncode is None:  # a process that was forked has the environment of its server for all who look
+    """Kill all processes of the attempt, including ranks whose launcher was killed.
+
+    They are found by the path of the log in their environment. For a forked process, the system reports the environment
+    of the server that it was forked from, so it is killed by its id.
+    """
+    if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, signal.SIGKILL)
     for other in _of_attempt(fail_log):

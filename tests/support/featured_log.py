@@ -1,4 +1,4 @@
-"""A small log with features of every kind, of events, items and users, and items that only the last events have."""
+"""A small log with features of every kind, of events, items and users; some items occur only in the last events."""
 
 import csv
 import random
@@ -15,16 +15,19 @@ _START_MS = 1_700_000_000_000
 ITEM_FEATURES = ("brand", "tags", "price", "title_bag", "picture")
 EVENT_FEATURES = ("device", "place", "query")
 USER_FEATURES = ("country", "age", "languages")
-MORE_OF_EVENTS, MORE_OF_USERS = ("filters",), ("taste",)
-"""a list of each event, a vector of each user"""
+EVENT_LIST_FEATURES, USER_VECTOR_FEATURES = ("filters",), ("taste",)
+"""A list per event, and a vector per user."""
 
 
 def write_featured_log(folder: Path, *, seed: int = 0) -> Path:
-    """The prepared dataset. Users stay with a brand; `n0` and its like are new items, of known brands."""
+    """Write and prepare the log, and return the folder of the dataset.
+
+    All items of a user have the same brand. `n0`, `n1`, ... are new items of known brands.
+    """
     draw = random.Random(seed)
     folder.mkdir(parents=True, exist_ok=True)
     names = [f"i{i}" for i in range(NUM_ITEMS)] + [f"n{i}" for i in range(NUM_NEW)]
-    _write(folder / "items.csv", [_item(name, place) for place, name in enumerate(names)])
+    _write(folder / "items.csv", [_item(name, index) for index, name in enumerate(names)])
     _write(folder / "users.csv", [_user(user) for user in range(NUM_USERS)])
     _write(folder / "log.csv", [event for user in range(NUM_USERS) for event in _events(user, draw)])
     vectors = np.random.default_rng(seed).normal(size=(len(names), 3)).astype(np.float32)
@@ -36,14 +39,14 @@ def write_featured_log(folder: Path, *, seed: int = 0) -> Path:
     return folder / "data"
 
 
-def _item(name: str, place: int) -> dict[str, Any]:
-    tags = "|".join(f"t{(place + k) % 7}" for k in range(place % 4))
+def _item(name: str, index: int) -> dict[str, Any]:
+    tags = "|".join(f"t{(index + k) % 7}" for k in range(index % 4))
     return {
         "item": name,
-        "brand": f"b{place % NUM_BRANDS}",
+        "brand": f"b{index % NUM_BRANDS}",
         "tags": tags,
-        "price": "" if place % 6 == 5 else 1.5 * place,
-        "title": f"thing {place % 3} of brand {place % NUM_BRANDS}",
+        "price": "" if index % 6 == 5 else 1.5 * index,
+        "title": f"thing {index % 3} of brand {index % NUM_BRANDS}",
     }
 
 
@@ -62,15 +65,15 @@ def _events(user: int, draw: random.Random) -> list[dict[str, Any]]:
         {
             "user": f"u{user}",
             "item": item,
-            "at": _START_MS + 60_000 * (place * NUM_USERS + user),
+            "at": _START_MS + 60_000 * (index * NUM_USERS + user),
             "device": draw.choice(["phone", "tv", "web"]),
             "place": draw.choice(["", str(draw.randrange(20))]),
             "query": draw.choice(["red shoe", "", "blue shoe"]),
-            "filters": "|".join(f"f{(user + place + k) % 5}" for k in range((user + place) % 4)),
+            "filters": "|".join(f"f{(user + index + k) % 5}" for k in range((user + index) % 4)),
             "clicked": draw.randrange(2),
             "bought": int(draw.random() < 0.2),
         }
-        for place, item in enumerate(items)
+        for index, item in enumerate(items)
     ]
 
 

@@ -1,4 +1,4 @@
-"""Random models that read features of users as tokens before each history, and interactions where they rank."""
+"""Random models with user features as prefix tokens before each history; ranking models also read interactions."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,16 +12,16 @@ from nestrec.serving.model.servable_spec import ColumnSpec
 from nestrec.serving.model.served_tables import DeviceTable
 
 FEATURES = ("country", "age", "city")
-"""of users: an odd number of tokens; a list, a number and a vector"""
+"""User features: an odd number of tokens, from a list, a number and a vector."""
 
 
-def with_users_before(make_model: Callable[..., Servable]) -> Callable[..., Servable]:
-    """make_model: one of `nestrec_bench.harness.random_model`."""
+def with_user_prefix(make_model: Callable[..., Servable]) -> Callable[..., Servable]:
+    """Return a variant of a function of `nestrec_bench.harness.random_model` whose models read user features."""
 
     def make(encoder: EncoderConfig, **options: Any) -> Servable:
         servable = make_model(encoder, **options)
         task: Any = servable.spec.task
-        task = replace(task, inputs=replace(task.inputs, user_features=FEATURES, user_tokens="prefix"))
+        task = replace(task, inputs=replace(task.inputs, user_features=FEATURES, user_feature_mode="prefix"))
         if hasattr(task, "head"):
             task = replace(task, head=replace(task.head, interactions=True))
         columns = [

@@ -1,10 +1,9 @@
-"""Loaded by the server that tests fork ranks from: loops of training that are compiled already, once for all ranks.
+"""Ranks for tests: `RankPool` starts processes, on CPUs or sharing GPUs, and `run_ranks` uses threads of one process.
 
-Each of hundreds of ranks would read them from the cache beside the modules, a third of a second of its own.
-
-Ranks for tests, on CPUs or sharing GPUs: processes that are started once and run one function after another.
-
-Ranks as threads of one process, for tests of what ranks agree on through `gather`.
+The processes are started once and run one function after another. They are forked from a server that has imported this
+module, which loads the compiled host loops of training once for all ranks. Otherwise, each of hundreds of ranks would
+read the loops from numba's cache, which takes a third of a second per rank. Ranks that are threads are enough for tests
+of agreement through `gather`.
 """
 
 import importlib
@@ -36,16 +35,16 @@ FOLDERS = ("balance", "data.samples", "data.gather", "embedding", "ops.rows", "o
 
 
 def compiled_loops() -> Iterator[Dispatcher]:
-    """Of the modules of these folders that are loaded."""
-    beginnings = tuple(f"nestrec.{folder}" for folder in FOLDERS)
+    """Yield the numba functions of the loaded modules in `FOLDERS`."""
+    prefixes = tuple(f"nestrec.{folder}" for folder in FOLDERS)
     for name, module in list(sys.modules.items()):
-        if name.startswith(beginnings):
-            found = (value for value in vars(module).values() if isinstance(value, Dispatcher))
-            yield from (loop for loop in found if loop.py_func.__module__ == name)
+        if name.startswith(prefixes):
+            loops = (value for value in vars(module).values() if isinstance(value, Dispatcher))
+            yield from (loop for loop in loops if loop.py_func.__module__ == name)
 
 
 def load_compiled(loop: Dispatcher) -> None:
-    """For all types that it was compiled for."""
+    """Load a loop from numba's cache for all argument types that it was compiled for."""
     for arguments, *_ in loop._cache._cache_file._load_index():  # type: ignore[attr-defined]
         loop.compile(arguments)
 
@@ -60,41 +59,49 @@ for _loop in compiled_loops():
 _START_TIMEOUT_S = 100.0
 
 
-def loaded_context() -> ForkServerContext | SpawnContext:
-    """How tests start processes: forked from one that has loaded torch, trainer, server and compiled loops."""
+def preloaded_context() -> ForkServerContext | SpawnContext:
+    """Return a context whose processes are forked from one with torch, trainer, server and compiled loops loaded."""
     return rank_context("nestrec.training.trainer", "nestrec.serving.server", "support.rank_pool")
 
 
 @dataclass(frozen=True, slots=True)
 class RankFailure:
-    """What a rank said when its function raised, or that it died."""
+    """Failure of a rank: an exception of its function, the end of its process, or a timeout."""
 
     rank: int
     kind: str
-    """Name of the exception's class, or `died`."""
+    """Name of the exception's class, `died`, or `silent` after a timeout."""
     text: str
+    """Message and traceback."""
 
 
 class RankPool:
-    """`world` processes; `run` calls a picklable function on each as `function(topology, *args)`."""
+    """A pool of `world` rank processes; `run` calls a picklable function on each as `function(topology, *args)`."""
 
     def __init__(
         self, world: int, ranks: ParallelConfig | None = None, *, timeout_s: float = 60.0, device: str = "cpu"
     ) -> None:
-        """device: `cuda` where the ranks share the GPUs of this machine."""
+        """Start the processes.
+
+        Args:
+            world: Number of ranks.
+            ranks: Options of the topology.
+            timeout_s: Time limit of collectives.
+            device: `cpu`, or `cuda` to share the GPUs of this machine among the ranks.
+        """
         self._folder = tempfile.TemporaryDirectory(prefix="nestrec-ranks-")
-        context = loaded_context()
+        context = preloaded_context()
         threads, os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS"), "1"
         self._pipes: list[Connection] = []
         self._processes = []
         for rank in range(world):
-            mine, theirs = context.Pipe()
-            meeting = str(Path(self._folder.name) / "meeting")
-            args = (rank, world, ranks, timeout_s, device, meeting, theirs)
+            parent_end, child_end = context.Pipe()
+            rendezvous = str(Path(self._folder.name) / "rendezvous")
+            args = (rank, world, ranks, timeout_s, device, rendezvous, child_end)
             process = context.Process(target=_serve, args=args, daemon=True)
             process.start()
-            theirs.close()
-            self._pipes.append(mine)
+            child_end.close()
+            self._pipes.append(parent_end)
             self._processes.append(process)
         if threads is None:
             del os.environ["OMP_NUM_THREADS"]
@@ -103,13 +110,17 @@ class RankPool:
         self._raise_failures(self._collect(_START_TIMEOUT_S))
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        """Results in rank order; an AssertionError with every rank's traceback where any rank failed."""
+        """Return the results in rank order.
+
+        Raises:
+            AssertionError: If a rank failed; with the tracebacks of all ranks that failed.
+        """
         outcomes = self.outcomes(function, *args)
         self._raise_failures(outcomes)
         return outcomes
 
     def outcomes(self, function: Callable[..., Any], *args: Any, timeout_s: float = 100.0) -> list[Any]:
-        """Results or RankFailures in rank order."""
+        """Return the result or the `RankFailure` of each rank, in rank order."""
         for pipe in self._pipes:
             pipe.send((function, args))
         return self._collect(timeout_s)
@@ -128,8 +139,9 @@ class RankPool:
         outcomes = []
         for rank, pipe in enumerate(self._pipes):
             try:
-                answered = pipe.poll(timeout_s)
-                outcomes.append(pipe.recv() if answered else RankFailure(rank, "silent", f"no answer in {timeout_s} s"))
+                has_result = pipe.poll(timeout_s)
+                timed_out = RankFailure(rank, "silent", f"no result after {timeout_s} s")
+                outcomes.append(pipe.recv() if has_result else timed_out)
             except (EOFError, ConnectionResetError):
                 outcomes.append(RankFailure(rank, "died", "the process ended"))
         return outcomes
@@ -142,25 +154,31 @@ class RankPool:
 
 
 def _serve(  # noqa: PLR0917
-    rank: int, world: int, ranks: ParallelConfig | None, timeout_s: float, device: str, meeting: str, pipe: Connection
+    rank: int,
+    world: int,
+    ranks: ParallelConfig | None,
+    timeout_s: float,
+    device_name: str,
+    rendezvous: str,
+    pipe: Connection,
 ) -> None:
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     os.environ["LOCAL_WORLD_SIZE"] = str(world)
-    place = torch.device(device)
-    if device == "cuda":
-        place = torch.device("cuda", rank % torch.cuda.device_count())
-        torch.cuda.set_device(place)
+    device = torch.device(device_name)
+    if device_name == "cuda":
+        device = torch.device("cuda", rank % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     timeout = timedelta(seconds=timeout_s)
-    dist.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timeout)
-    topology = Topology.of_process_group(place, ranks, timeout_s=timeout_s)
+    dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world, timeout=timeout)
+    topology = Topology.of_process_group(device, ranks, timeout_s=timeout_s)
     pipe.send("ready")
     while True:
         try:
             function, args = pipe.recv()
         except EOFError:
-            os._exit(0)  # the pool is gone, and so may be the peers: nothing to take leave of
+            os._exit(0)  # the pool has been closed, and peers may have exited, so there is no orderly shutdown
         pipe.send(_call(rank, function, topology, args))
 
 
@@ -175,7 +193,7 @@ T = TypeVar("T")
 
 
 def run_ranks(world: int, work: Callable[[CheckpointGroup], T]) -> list[T | Exception]:
-    """Run `work` once for every rank at the same time; what each returned or raised."""
+    """Run `work` on one thread per rank and return the result or the exception of each."""
     barrier = threading.Barrier(world)
     mailbox: list[Any] = [None] * world
     results: list[Any] = [None] * world

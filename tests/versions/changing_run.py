@@ -1,7 +1,7 @@
-"""A run whose rows, weights and catalogue change at random, for tests of what is published of it.
+"""A run whose rows, weights and catalog change at random, for tests of its published versions.
 
-Real sessions with real tables, which are updated with random gradients instead of learnt ones: rows are touched,
-evicted and past their time, items come, and dense weights move, hundreds of times a second.
+The sessions and tables are real, but random gradients replace the computed ones. Rows are updated, evicted and expire,
+items are added, and dense weights change, hundreds of times per second.
 """
 
 import dataclasses
@@ -16,7 +16,7 @@ import torch
 from nestrec.artifacts.storage import storage_of
 from nestrec.data.dataset import Dataset
 from nestrec.distributed import Topology
-from nestrec.exporters.servable_writer import descriptions, servable_of_session
+from nestrec.exporters.servable_writer import description_files, servable_from_session
 from nestrec.exporters.version_publisher import Publisher
 from nestrec.serving.model.servable import Servable
 from nestrec.serving.versions.live_version import LiveModelVersion
@@ -27,22 +27,22 @@ from support.tiny_runs import config_of
 
 TABLES = {
     "static": {},
-    "lru": {"tables.*.ids": "dynamic", "tables.*.eviction": "lru", "tables.*.max_rows": 24},
-    "ttl": {"tables.*.ids": "dynamic", "tables.*.eviction": "ttl", "tables.*.ttl_steps": 12},
-    "hashed": {"tables.items.ids": "hashed", "tables.items.rows": 24},
+    "lru": {"tables.*.id_mode": "dynamic", "tables.*.eviction_policy": "lru", "tables.*.max_rows": 24},
+    "ttl": {"tables.*.id_mode": "dynamic", "tables.*.eviction_policy": "ttl", "tables.*.ttl_steps": 12},
+    "hashed": {"tables.items.id_mode": "hashed", "tables.items.num_rows": 24},
     "narrow": {"tables.items.dim": 4},
     "graphs": {
-        "tables.*.ids": "dynamic",
+        "tables.*.id_mode": "dynamic",
         "task.encoder.dim": 64,
         "task.encoder.head_dim": 32,
         "task.encoder.position_bias": "false",
     },
 }
-"""options of a run; only tables of ids that need not be dense are read beyond the first items"""
+"""Options of a run by kind of table. The catalog grows only with tables whose ids need not be dense, see `begin`."""
 
 
-class FirstItems:
-    """A dataset as it was when it had fewer items."""
+class FirstItemsDataset:
+    """View of a dataset with its first `num_items` items only."""
 
     def __init__(self, dataset: Dataset, num_items: int):
         self._dataset = dataset
@@ -62,59 +62,87 @@ class FirstItems:
 
 @dataclass
 class ChangingRun:
+    """A session and its publisher. `change` applies one random training step."""
+
     session: Session
     publisher: Publisher
-    dataset: Dataset
+    full_dataset: Dataset
     random: np.random.Generator
-    own: np.random.Generator
-    """of this rank"""
+    """Random generator with the same state on all ranks."""
+    rank_random: np.random.Generator
+    """Random generator of this rank."""
     step: int = 0
 
     @staticmethod
     def begin(
-        topology: Topology, data: Path, address: str, *, family: str, store: str, seed: int, snapshot_every: int = 7
+        topology: Topology,
+        data: Path,
+        address: str,
+        *,
+        family: str,
+        store: str,
+        seed: int,
+        full_every_versions: int = 7,
     ) -> "ChangingRun":
         session = Session.open(config_of(family, data, TABLES[store]), topology)
-        publish = PublishConfig(address=address, snapshot_every=snapshot_every, keep=snapshot_every + 3)
-        whole = session.dataset
+        publish = PublishConfig(
+            address=address, full_every_versions=full_every_versions, max_versions=full_every_versions + 3
+        )
+        full_dataset = session.dataset
         if store not in ("static", "narrow"):
-            session = dataclasses.replace(session, dataset=FirstItems(whole, whole.num_items // 2))
+            session = dataclasses.replace(session, dataset=FirstItemsDataset(full_dataset, full_dataset.num_items // 2))
             session.task.num_ids = {**session.task.num_ids, "items": session.dataset.num_items + 1}
-        own = np.random.default_rng([seed, topology.rank])
-        return ChangingRun(session, Publisher(publish, session), whole, np.random.default_rng(seed), own)
+        rank_random = np.random.default_rng([seed, topology.rank])
+        random = np.random.default_rng(seed)
+        return ChangingRun(session, Publisher(publish, session), full_dataset, random, rank_random)
 
     def change(self) -> None:
-        """One step: some rows of each table, and dense weights; now and then an item comes."""
+        """Update some rows of each table and the dense weights; with probability 0.3, also add one or two items."""
         self.step += 1
         engine = self.session.engine
-        if isinstance(self.session.dataset, FirstItems) and self.random.random() < 0.3:
-            num_items = min(self.dataset.num_items, self.session.dataset.num_items + int(self.random.integers(1, 3)))
-            self.session = dataclasses.replace(self.session, dataset=FirstItems(self.dataset, num_items))
+        if isinstance(self.session.dataset, FirstItemsDataset) and self.random.random() < 0.3:
+            num_items = self.session.dataset.num_items + int(self.random.integers(1, 3))
+            num_items = min(self.full_dataset.num_items, num_items)
+            dataset = FirstItemsDataset(self.full_dataset, num_items)
+            self.session = dataclasses.replace(self.session, dataset=dataset)
             self.session.task.num_ids = {**self.session.task.num_ids, "items": num_items + 1}
         keys = {}
         for table in engine.tables.values():
             rows = self.session.dataset.num_items + 1 if table.name == "items" else 3
             for feature in table.feature_names:
-                keys[feature] = self.own.integers(0, rows, int(self.own.integers(0, 6)))
+                keys[feature] = self.rank_random.integers(0, rows, int(self.rank_random.integers(0, 6)))
         routed = engine.route(keys, step=self.step)
-        working = engine.fetch(routed, step=self.step)
+        working = engine.fetch_rows(routed, step=self.step)
         vectors = engine.exchange_vectors(routed, working)
-        moved = {name: torch.from_numpy(self.own.normal(size=tuple(v.shape))).to(v) for name, v in vectors.items()}
-        engine.accumulate(routed, working, moved)
+        gradients = {
+            name: torch.from_numpy(self.rank_random.normal(size=tuple(v.shape))).to(v) for name, v in vectors.items()
+        }
+        engine.accumulate(routed, working, gradients)
         engine.update(working, learning_rate=0.1)
         engine.write_back(working)
         with torch.no_grad():
             for parameter in self.session.task.model.parameters():
-                parameter.add_(torch.from_numpy(self.random.normal(size=tuple(parameter.shape))).to(parameter) * 0.01)
+                noise = torch.from_numpy(self.random.normal(size=tuple(parameter.shape)))
+                parameter.add_(noise.to(parameter) * 0.01)
 
     def export(self, scratch: Path) -> Servable:
-        servable = servable_of_session(self.session, self.step, scratch)
+        servable = servable_from_session(self.session, self.step, scratch)
         return dataclasses.replace(servable, model=deepcopy(servable.model))
 
 
 def publish_versions(topology: Topology, data: Path, scratch: Path, kind: tuple[str, str], count: int) -> int:
-    """Publish so many versions, and follow them on the first rank: each is compared with an export of its step. How
-    many rows were removed on the way. kind: family of the model, and store of its tables."""
+    """Publish versions and follow them on the first rank; compare each version with an export of its step.
+
+    Args:
+        topology: Topology of the ranks.
+        data: Folder of the dataset.
+        scratch: Folder for the published versions and for exports.
+        kind: Family of the model, and kind of its tables (a key of `TABLES`).
+        count: Number of versions.
+
+    Returns:
+        Number of rows that the deltas removed; 0 on all ranks but the first.
+    """
     address = str(scratch / "published")
     run = ChangingRun.begin(topology, data, address, family=kind[0], store=kind[1], seed=count)
     versions = VersionStore(storage_of(address))
@@ -133,21 +161,21 @@ def publish_versions(topology: Topology, data: Path, scratch: Path, kind: tuple[
         assert newest.number == number + 1
         target = (newest.folder, newest.version)
         if followed is None:
-            followed = LiveModelVersion.open(versions, versions.way_from_full(target))
+            followed = LiveModelVersion.open(versions, versions.chain_from_full(target))
         else:
-            (step,) = versions.way(target, followed.step.manifest.version)
-            removed += sum(len(versions.removed(step, table)) for table in step.manifest.tables)
-            staged = followed.staged(versions, step)
+            (step,) = versions.delta_chain(target, followed.step.manifest.version)
+            removed += sum(len(versions.removed_keys(step, table)) for table in step.manifest.tables)
+            staged = followed.stage(versions, step)
             staged.apply()
             followed = staged.after
         assert_same(followed.servable, exported)
-        if number % 5 == 4:  # who begins now comes to the same
-            assert_same(LiveModelVersion.open(versions, versions.way_from_full(target)).servable, exported)
+        if number % 5 == 4:  # a server that starts now has the same content
+            assert_same(LiveModelVersion.open(versions, versions.chain_from_full(target)).servable, exported)
     return removed
 
 
 def assert_same(served: Servable, exported: Servable) -> None:
-    """To the bit."""
+    """Check that two servables are bitwise equal."""
     assert served.spec == exported.spec
     assert served.item_keys == exported.item_keys
     assert served.item_titles == exported.item_titles
@@ -158,7 +186,7 @@ def assert_same(served: Servable, exported: Servable) -> None:
     assert (served.index is None) == (exported.index is None)
     if exported.index is not None:
         assert_same_rows(served.index, exported.index, "index")
-    described = descriptions(exported)
+    described = description_files(exported)
     for name, column in described.get("item_columns.safetensors", {}).items():
         assert torch.equal(served.item_columns[name][: len(column)], column), name
     ids = served.ids_of([*exported.item_keys, "no such item"])

@@ -1,4 +1,4 @@
-"""Writes what deltas hold to: python tests/versions/fresh_results.py deltas faults --json FILE"""
+"""Measures the correctness of published deltas: python tests/versions/fresh_results.py deltas faults --json FILE"""
 
 import argparse
 import itertools
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from changing_run import publish_versions
-from faulty_run import FaultyRun
+from fault_injector import FaultInjector
 from served_run import serving
 
 from nestrec.report.result_file import make_frame, save_frame
@@ -19,17 +19,18 @@ from support.rank_pool import RankPool
 from support.tiny_runs import make_datasets
 
 KINDS = [("hstu", "ttl"), ("ranking", "lru"), ("hstu", "hashed"), ("ranking", "narrow")]
-VERSIONS, FAULTS = 200, 240
+NUM_VERSIONS = 200
+NUM_FAULTS = 240
 
 
 def deltas(data: Path, scratch: Path) -> Iterator[dict[str, Any]]:
-    """A follower against an export, after each of many versions."""
+    """Publish many versions and compare the served model with an export after each of them; yield result rows."""
     for world, kind in itertools.product((1, 2, 4), KINDS):
         pool = RankPool(world)
         folder = scratch / f"{world}-{'-'.join(kind)}"
         folder.mkdir()
         start_s = time.monotonic()
-        removed = pool.outcomes(publish_versions, data, folder, kind, VERSIONS, timeout_s=1800)[0]
+        removed = pool.outcomes(publish_versions, data, folder, kind, NUM_VERSIONS, timeout_s=1800)[0]
         pool.close()
         assert isinstance(removed, int), removed
         yield {
@@ -37,44 +38,44 @@ def deltas(data: Path, scratch: Path) -> Iterator[dict[str, Any]]:
             "ranks": world,
             "model": kind[0],
             "tables": kind[1],
-            "versions": VERSIONS,
+            "versions": NUM_VERSIONS,
             "rows_removed": removed,
-            "equal_to_export": VERSIONS,
+            "equal_to_export": NUM_VERSIONS,
             "seconds": round(time.monotonic() - start_s, 1),
         }
 
 
 def faults(data: Path, scratch: Path) -> Iterator[dict[str, Any]]:
-    """Each kind of fault many times; after each, what is in service is looked through."""
+    """Inject each kind of fault several times and check the served version after each of them; yield result rows."""
     with serving(data, scratch, "hstu") as served:
-        faulty = FaultyRun(served, seed=3)
-        list(faulty.run(FAULTS))
-        faulty.heal()
-    for name, count in faulty.done.items():
+        injector = FaultInjector(served, seed=3)
+        list(injector.run(NUM_FAULTS))
+        injector.check_recovery()
+    for name, count in injector.counts.items():
         yield {"what": "faults", "fault": name, "times": count, "wrong_versions_in_service": 0}
-    yield {"what": "faults", "fault": "all", "times": sum(faulty.done.values()), "wrong_versions_in_service": 0}
+    yield {"what": "faults", "fault": "all", "times": sum(injector.counts.values()), "wrong_versions_in_service": 0}
 
 
-PARTS = {"deltas": deltas, "faults": faults}
+MEASUREMENTS = {"deltas": deltas, "faults": faults}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("parts", nargs="+", choices=list(PARTS))
+    parser.add_argument("measurements", nargs="+", choices=list(MEASUREMENTS))
     parser.add_argument("--json", type=Path, required=True)
-    chosen = parser.parse_args()
+    args = parser.parse_args()
     rows = []
-    for part in chosen.parts:
+    for measurement in args.measurements:
         with tempfile.TemporaryDirectory() as name:
             data = Path(name) / "data"
             data.mkdir()
             make_datasets(data, num_topics=5)
             scratch = Path(name) / "scratch"
             scratch.mkdir()
-            for row in PARTS[part](data, scratch):
+            for row in MEASUREMENTS[measurement](data, scratch):
                 print(json.dumps(row), flush=True)
                 rows.append(row)
-    save_frame(chosen.json, make_frame(bench="fresh", command=" ".join(["python", *sys.argv]), rows=rows))
+    save_frame(args.json, make_frame(bench="fresh", command=" ".join(["python", *sys.argv]), rows=rows))
 
 
 if __name__ == "__main__":

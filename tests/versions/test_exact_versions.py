@@ -1,4 +1,4 @@
-"""A server that has applied every delta has, to the bit, what a full export of the same step holds."""
+"""A server that has applied every delta is bitwise equal to a full export of the same step."""
 
 import pytest
 from changing_run import publish_versions
@@ -22,7 +22,7 @@ KINDS = [
 @pytest.mark.parametrize(
     ("world", "kind"), [(1, KINDS[0]), (1, KINDS[1]), (1, KINDS[6]), (2, KINDS[2]), (2, KINDS[3]), (2, KINDS[5])]
 )
-def test_deltas_lead_to_what_an_export_holds(pools, data, tmp_path, world, kind):
+def test_version_deltas_equal_full_export(pools, data, tmp_path, world, kind):
     removed = pools[world].run(publish_versions, data, tmp_path, kind, 12)
     assert kind[1] not in ("lru", "ttl") or removed[0] > 0
 
@@ -31,7 +31,7 @@ def test_deltas_lead_to_what_an_export_holds(pools, data, tmp_path, world, kind)
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_two_hundred_deltas_lead_to_what_an_export_holds(pools, data, tmp_path, world, kind):
+def test_version_200_deltas_equal_full_export(pools, data, tmp_path, world, kind):
     removed = pools[world].outcomes(publish_versions, data, tmp_path, kind, 200, timeout_s=800)
     assert isinstance(removed[0], int), removed
     assert kind[1] not in ("lru", "ttl") or removed[0] > 0

@@ -1,4 +1,4 @@
-"""Runs publish versions as they go on: in the end they hold what an export holds, whatever happens on the way."""
+"""Runs publish versions during training. Published versions equal exports, also after failures and restarts."""
 
 import contextlib
 import shutil
@@ -13,17 +13,17 @@ from nestrec.api import train
 from nestrec.artifacts.storage import storage_of
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
-from nestrec.exporters.servable_writer import restored_session, servable_of_session
+from nestrec.exporters.servable_writer import restored_session, servable_from_session
 from nestrec.exporters.version_publisher import publish_run
-from nestrec.serving.versions.live_version import LiveModelVersion, ModelAddress, open_source
+from nestrec.serving.versions.live_version import LiveModelVersion, ModelAddress, open_model
 from nestrec.serving.versions.version_store import VersionStore
 from support.fail_points import armed
 from support.tiny_runs import config_of, make_datasets
 
 POINTS = [
-    f"publish.{kind}.{place}"
+    f"publish.{kind}.{moment}"
     for kind in ("delta", "full")
-    for place in ("before_files", "between_files", "before_manifest", "after_manifest")
+    for moment in ("before_files", "between_files", "before_manifest", "after_manifest")
 ] + ["publish.after_newest", "publish.during_pruning"]
 
 
@@ -34,59 +34,60 @@ def data(tmp_path_factory):
     return folder
 
 
-def followed_at(address):
+def open_newest(address):
+    """Open the newest version as a server that starts now does."""
     versions = VersionStore(storage_of(address))
     newest = versions.newest()
-    return LiveModelVersion.open(versions, versions.way_from_full((newest.folder, newest.version)))
+    return LiveModelVersion.open(versions, versions.chain_from_full((newest.folder, newest.version)))
 
 
-def test_training_publishes_deltas_and_goes_on_with_them_when_started_again(data, tmp_path):
+def test_publishing_deltas_continue_after_restart(data, tmp_path):
     address = str(tmp_path / "published")
     options = {"publish.address": address, "publish.every_steps": 2, "training.max_steps": 5}
     train(config_of("hstu", data, options), output=tmp_path / "run")
     versions = VersionStore(storage_of(address))
-    assert [versions.told(*at).step for at in versions.history()] == [5, 4, 2]
+    assert [versions.read_description(*at).step for at in versions.history()] == [5, 4, 2]
     train(config_of("hstu", data, {**options, "training.max_steps": 7}), output=tmp_path / "run")
-    told = [versions.told(*at) for at in versions.history()]
-    assert [(manifest.step, manifest.kind) for manifest in told] == [
+    manifests = [versions.read_description(*at) for at in versions.history()]
+    assert [(manifest.step, manifest.kind) for manifest in manifests] == [
         (7, "delta"), (6, "delta"), (5, "delta"), (4, "delta"), (2, "full"),
     ]  # fmt: skip
     with restored_session(tmp_path / "run", best=False) as (session, step):
-        assert_same(followed_at(address).servable, servable_of_session(session, step, tmp_path))
+        assert_same(open_newest(address).servable, servable_from_session(session, step, tmp_path))
         history = {"items": ["1", "2"], "times_ms": [1, 2], "now_ms": 3}
         items = nestrec.load(tmp_path / "run", best=False).recommend(history=history, k=5)
     assert nestrec.load(address).recommend(history=history, k=5).items == items.items
     manifest = publish_run(tmp_path / "run", address, best=False).manifest
-    assert (manifest.version, manifest.step) == (told[0].version, 7)  # it is there already
+    assert (manifest.version, manifest.step) == (manifests[0].version, 7)  # already published
 
 
-def test_a_run_that_was_killed_after_a_version_begins_with_a_full_one(data, tmp_path):
+def test_publishing_after_kill_starts_with_full_version(data, tmp_path):
     address = str(tmp_path / "published")
     options = {"publish.address": address, "publish.every_steps": 1, "training.max_steps": 3}
     train(config_of("hstu", data, options), output=tmp_path / "run")
     more = {**options, "training.max_steps": 6, "training.checkpoint_every_steps": 2}
     with armed("train.step", lambda: sys.exit(1), at=3), pytest.raises(SystemExit):
         train(config_of("hstu", data, more), output=tmp_path / "run")
-    for thread in threading.enumerate():  # what a killed process would not have gone on writing is written here
+    for thread in threading.enumerate():  # a killed process would not finish this write; this process does
         if thread.name == "nestrec-checkpoint":
             thread.join()
     versions = VersionStore(storage_of(address))
-    assert versions.told(*next(versions.history())).step == 5  # the last checkpoint is of step 4
+    assert versions.read_description(*next(versions.history())).step == 5  # the last checkpoint is of step 4
     train(config_of("hstu", data, more), output=tmp_path / "run")
-    steps = [versions.told(*at) for at in versions.history()]
+    steps = [versions.read_description(*at) for at in versions.history()]
     assert [(manifest.step, manifest.kind) for manifest in steps] == [(6, "delta"), (5, "full")]
     with restored_session(tmp_path / "run", best=False) as (session, step):
-        assert_same(followed_at(address).servable, servable_of_session(session, step, tmp_path))
+        assert_same(open_newest(address).servable, servable_from_session(session, step, tmp_path))
 
 
-@pytest.mark.parametrize(("kind_of_address", "points"), [("folder", POINTS[3::4]), ("memory", POINTS)])
-def test_a_version_that_cannot_be_written_is_made_up_for_by_the_next(data, tmp_path, kind_of_address, points):
+@pytest.mark.parametrize(("storage", "points"), [("folder", POINTS[3::4]), ("memory", POINTS)])
+def test_publishing_failed_version_is_covered_by_next(data, tmp_path, storage, points):
     def fail():
         failed.append(point)
         raise OSError("no space left")
 
-    address = f"memory://{tmp_path}" if kind_of_address == "memory" else str(tmp_path / "published")
-    run = ChangingRun.begin(Topology.single(), data, address, family="hstu", store="lru", seed=3, snapshot_every=2)
+    address = f"memory://{tmp_path}" if storage == "memory" else str(tmp_path / "published")
+    run = ChangingRun.begin(Topology.single(), data, address, family="hstu", store="lru", seed=3, full_every_versions=2)
     exported, failed = {}, []
     for point in [None, *points]:
         for attempt in ("first", "second", "third"):
@@ -95,16 +96,16 @@ def test_a_version_that_cannot_be_written_is_made_up_for_by_the_next(data, tmp_p
                 run.publisher.publish(run.session, run.step)
                 run.publisher.close()
             exported[run.step] = run.export(tmp_path)
-        found = followed_at(address)
+        found = open_newest(address)
         assert_same(found.servable, exported[found.step.manifest.step])
         assert found.step.manifest.step == run.step
     assert set(failed) == set(points)
 
 
-def test_a_full_disk_is_not_filled_further_by_versions_that_do_not_fit(data, tmp_path):
-    """In the middle of a rank's files: what there is of them goes, also where the version is told in full again."""
+def test_publishing_on_full_disk_removes_partial_versions(data, tmp_path):
+    """The disk is full in the middle of a rank's files. A later full version also removes the partial files."""
     address = str(tmp_path / "published")
-    run = ChangingRun.begin(Topology.single(), data, address, family="hstu", store="lru", seed=3, snapshot_every=2)
+    run = ChangingRun.begin(Topology.single(), data, address, family="hstu", store="lru", seed=3, full_every_versions=2)
 
     def fail():
         raise OSError("no space left")
@@ -128,85 +129,87 @@ def test_a_full_disk_is_not_filled_further_by_versions_that_do_not_fit(data, tmp
         assert kinds == {file.stem for file in folder.iterdir() if "-" not in file.stem}
 
 
-def test_two_publishers_at_one_address_are_told_and_no_version_builds_on_what_is_gone(data, tmp_path):
-    """Each is seen by the other, and what is the newest can be opened whoever wrote it, old versions deleted or not."""
+def test_publishing_by_two_runs_is_detected(data, tmp_path):
+    """Each run detects the other. The newest version of either run can be opened, also after old ones were deleted."""
     address = str(tmp_path / "published")
     runs = [
-        ChangingRun.begin(Topology.single(), data, address, family="hstu", store="lru", seed=seed, snapshot_every=2)
+        ChangingRun.begin(
+            Topology.single(), data, address, family="hstu", store="lru", seed=seed, full_every_versions=2
+        )
         for seed in (1, 2)
     ]
-    told = []
+    warnings = []
     for run in runs:
-        run.publisher._warn = told.append
+        run.publisher._warn = warnings.append
     numbers = []
     for run in (runs[0], runs[0], runs[1], runs[1], runs[0], runs[0], runs[1]):
         run.change()
         run.publisher.publish(run.session, run.step)
         run.publisher.close()
-        found = followed_at(address)
+        found = open_newest(address)
         assert_same(found.servable, run.export(tmp_path))
         numbers.append((found.step.manifest.number, found.step.manifest.parent is None))
     assert numbers == [(1, True), (2, False), (3, True), (4, False), (5, True), (6, False), (7, True)]
-    assert len(told) == 3
-    assert all("of another publisher" in text and "an address of its own" in text for text in told)
+    assert len(warnings) == 3
+    assert all("of another publisher" in text and "a separate address per run" in text for text in warnings)
     shutil.rmtree(address)
     runs[1].change()
     runs[1].publisher.publish(runs[1].session, runs[1].step)
     runs[1].publisher.close()
-    assert_same(followed_at(address).servable, runs[1].export(tmp_path))
-    assert "nothing any more" in told[-1]
+    assert_same(open_newest(address).servable, runs[1].export(tmp_path))
+    assert "is no version" in warnings[-1]
 
 
-def test_an_address_that_cannot_be_asked_is_told_of_and_training_goes_on(data, tmp_path):
-    """A store that was away when a run was started again ended it with a traceback."""
+def test_publishing_unreachable_address_warns_and_continues(data, tmp_path):
+    """Regression test: an unreachable store used to end a restarted run with a traceback."""
     address = str(tmp_path / "published")
     run = tmp_path / "run"
-    (tmp_path / "published").write_text("a file where a folder is to be")
-    options = {"training.max_steps": 1, "training.evaluate_every_epochs": 0, "publish.address": address}
+    (tmp_path / "published").write_text("a file instead of a folder")
+    options = {"training.max_steps": 1, "training.eval_every_epochs": 0, "publish.address": address}
     train(config_of("hstu", data, options), output=run)
     assert (run / "checkpoints" / "step-00000001").exists()
-    with pytest.raises(UserError, match=r"(?s)ADDRESS.*cannot be gone on from.*could not be written"):
+    with pytest.raises(UserError, match=r"(?s)ADDRESS.*cannot continue from.*could not be written"):
         publish_run(run, address)
 
 
-def test_old_versions_go_and_those_that_newer_ones_build_on_stay(data, tmp_path):
+def test_publishing_retention_keeps_parents_of_newer_versions(data, tmp_path):
     address = str(tmp_path / "published")
-    run = ChangingRun.begin(Topology.single(), data, address, family="hstu", store="lru", seed=1, snapshot_every=3)
+    run = ChangingRun.begin(Topology.single(), data, address, family="hstu", store="lru", seed=1, full_every_versions=3)
     for _ in range(14):
         run.change()
         run.publisher.publish(run.session, run.step)
         run.publisher.close()
     versions = VersionStore(storage_of(address))
-    kept = sorted(int(name.partition("-")[0]) for name in versions.storage.list_folders("versions"))
-    assert kept == list(range(kept[0], 15))
-    assert 14 - kept[0] + 1 <= 6 + 3
+    numbers = sorted(int(name.partition("-")[0]) for name in versions.storage.list_folders("versions"))
+    assert numbers == list(range(numbers[0], 15))
+    assert 14 - numbers[0] + 1 <= 6 + 3
     for at in versions.history():  # a server can be pinned to any of the newest six
-        if versions.told(*at).number >= 9:
-            LiveModelVersion.open(versions, versions.way_from_full(at))
+        if versions.read_description(*at).number >= 9:
+            LiveModelVersion.open(versions, versions.chain_from_full(at))
 
 
-def test_versions_of_earlier_starts_can_be_gone_back_to_and_go_in_their_turn(data, tmp_path):
-    """Each start that does not know what changed publishes in full: its versions build on none of those before."""
+def test_publishing_retention_includes_earlier_starts(data, tmp_path):
+    """A start that does not know the changes since the last version publishes a full version, without a parent."""
     address = str(tmp_path / "published")
     versions = VersionStore(storage_of(address))
     exported = {}
     for start in range(6):
         run = ChangingRun.begin(
-            Topology.single(), data, address, family="hstu", store="lru", seed=start, snapshot_every=1
-        )  # four are kept
+            Topology.single(), data, address, family="hstu", store="lru", seed=start, full_every_versions=1
+        )  # retention: four versions
         for _ in range(2):
             run.change()
             run.publisher.publish(run.session, run.step)
             run.publisher.close()
             exported[run.publisher.newest.manifest.version] = run.export(tmp_path)
-    kept = list(versions.published())
-    assert [version for _, version in kept] == list(exported)[:-5:-1]
-    assert sorted(versions.storage.list_folders("versions")) == sorted(folder for folder, _ in kept)
-    for _, version in kept:
-        assert_same(open_source(ModelAddress(address, version[:12])).servable, exported[version])
+    retained = list(versions.published())
+    assert [version for _, version in retained] == list(exported)[:-5:-1]
+    assert sorted(versions.storage.list_folders("versions")) == sorted(folder for folder, _ in retained)
+    for _, version in retained:
+        assert_same(open_model(ModelAddress(address, version[:12])).servable, exported[version])
 
 
-def test_a_run_without_a_form_for_serving_does_not_begin_to_publish(data, tmp_path):
+def test_publishing_requires_servable_task(data, tmp_path):
     cfg = config_of("rows", data, {"publish.address": str(tmp_path / "published"), "training.max_steps": 1})
     with pytest.raises(UserError, match="cannot be published"):
         train(cfg, output=tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Tests that need Ray: `make test-ray` runs them in the environment that `make ray` makes."""
+"""Tests that need Ray: `make test-ray` runs them in the environment that `make ray` creates."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""Three replicas on Ray Serve behind HAProxy: affinity, equal scores, and who moves when one is replaced."""
+"""Three replicas on Ray Serve with HAProxy: session affinity, equal scores, and users moved by a replacement."""
 
 import json
 import os
@@ -19,7 +19,7 @@ from nestrec.models.hstu import HSTUConfig
 from nestrec.serving.engine.batch_scheduler import EngineConfig
 from nestrec.serving.engine.serving_engine import Engine
 from nestrec.serving.fleet.readiness_probes import free_port
-from nestrec.serving.model.model_adapter import make_form
+from nestrec.serving.model.model_adapter import make_adapter
 from nestrec.serving.model.request_inputs import Candidates, History
 from nestrec_bench.harness.random_model import random_retrieval
 
@@ -28,30 +28,30 @@ NUM_USERS = 120
 BODY = {"history": {"items": ["1", "2"], "times_ms": [1, 2]}, "now_ms": 5}
 
 
-def ask(url, path, user):
-    """(status, slot, leaked, body); slot -1 where nobody has answered."""
+def send(url, path, user):
+    """Send a request of a user; return (status, slot, misrouted, body), with slot -1 if there is no response."""
     body = {**BODY, "user": f"u{user}", **({} if path == "/v1/preinfer" else {"candidates": ["3", "4"]})}
     request = urllib.request.Request(url + path, json.dumps(body).encode(), {"content-type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=20.0) as response:
             headers = response.headers
-            return response.status, int(headers["x-nestrec-slot"]), int(headers["x-nestrec-leaked"]), response.read()
+            return response.status, int(headers["x-nestrec-slot"]), int(headers["x-nestrec-misrouted"]), response.read()
     except (urllib.error.HTTPError, OSError):
         return 0, -1, 0, b""
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory):
-    """(model, url, process)"""
+    """Yield (model, url, process) of a server with three replicas."""
     folder = tmp_path_factory.mktemp("model") / "model"
     model = random_retrieval(ENCODER, num_items=50)
     write_servable(model, folder)
     port = free_port()
     command = [sys.executable, "-W", "ignore", "-m", "nestrec", "serve", "--model", str(folder), "--port", str(port)]
-    command += ["--instances", "3", "--front", "ray", "--service.engine.trigger.policy", "all"]
+    command += ["--num_instances", "3", "--load_balancer", "ray", "--service.engine.preinfer.policy", "all"]
     process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     url = f"http://127.0.0.1:{port}"
-    while ask(url, "/v1/rank", 0)[0] != 200:
+    while send(url, "/v1/rank", 0)[0] != 200:
         assert process.poll() is None
         time.sleep(0.5)  # other processes start: there is no clock to inject
     yield model, url, process
@@ -60,23 +60,26 @@ def served(tmp_path_factory):
 
 
 @pytest.mark.timeout(600)
-def test_a_ranking_request_lands_where_its_signal_ran_with_the_scores_of_an_engine(served):
+def test_ray_ranking_request_follows_preinfer(served):
     model, url, _ = served
-    first = [ask(url, "/v1/rank", user) for user in range(NUM_USERS)]  # until the router knows all replicas, some leak
-    leaked = {slot: max(seen[2] for seen in first if seen[1] == slot) for slot in range(3)}
-    pairs = [[ask(url, path, user) for path in ("/v1/preinfer", "/v1/rank")] for user in range(NUM_USERS)]
-    together = sum(signalled[1] == ranked[1] for signalled, ranked in pairs)
+    # Until the router knows all replicas, it sends some users to other replicas than their own.
+    first = [send(url, "/v1/rank", user) for user in range(NUM_USERS)]
+    misrouted = {slot: max(response[2] for response in first if response[1] == slot) for slot in range(3)}
+    pairs = [[send(url, path, user) for path in ("/v1/preinfer", "/v1/rank")] for user in range(NUM_USERS)]
+    num_together = sum(preinferred[1] == ranked[1] for preinferred, ranked in pairs)
     print(
-        f"{together} of {NUM_USERS} pairs together, leaked before and after by slot: {leaked},"
+        f"{num_together} of {NUM_USERS} pairs on one replica, misrouted before and after by slot: {misrouted},"
         f" {[max(ranked[2] for _, ranked in pairs if ranked[1] == slot) for slot in range(3)]}"
     )
-    assert together >= 0.99 * NUM_USERS
+    assert num_together >= 0.99 * NUM_USERS
     assert {ranked[1] for _, ranked in pairs} == {0, 1, 2}
-    assert all(ranked[2] == leaked[ranked[1]] for _, ranked in pairs), "nobody was full, so nothing has leaked"
-    engine = Engine(make_form(model), EngineConfig())
+    assert all(ranked[2] == misrouted[ranked[1]] for _, ranked in pairs), (
+        "no replica was full, so no request was misrouted"
+    )
+    engine = Engine(make_adapter(model), EngineConfig())
     history = History(items=np.array([1, 2]), times_ms=np.array([1, 2]), actions=np.zeros(2, np.int64))
-    work = engine.rank("a", history, Candidates(items=np.array([3, 4]), now_ms=5), timeout_s=10.0)
-    expected = work.future.result(10.0).scores[:, 0]
+    request = engine.submit_rank("a", history, Candidates(items=np.array([3, 4]), now_ms=5), timeout_s=10.0)
+    expected = request.future.result(10.0).scores[:, 0]
     engine.close()
     for _, (status, _, _, content) in pairs:
         assert status == 200
@@ -84,19 +87,19 @@ def test_a_ranking_request_lands_where_its_signal_ran_with_the_scores_of_an_engi
 
 
 @pytest.mark.timeout(600)
-def test_after_a_replica_is_replaced_only_its_users_have_moved_and_they_return(served):
+def test_ray_replica_replacement_moves_only_its_users(served):
     _, url, process = served
-    before = {user: ask(url, "/v1/rank", user)[1] for user in range(NUM_USERS)}
+    before = {user: send(url, "/v1/rank", user)[1] for user in range(NUM_USERS)}
     replicas = [p for p in psutil.Process(process.pid).children(recursive=True) if "Instance" in " ".join(p.cmdline())]
     assert len(replicas) == 3
     replicas[0].send_signal(signal.SIGKILL)
     moved = set()
     end_s = time.monotonic() + 120
     while True:
-        now = {user: ask(url, "/v1/rank", user)[1] for user in range(NUM_USERS)}
+        now = {user: send(url, "/v1/rank", user)[1] for user in range(NUM_USERS)}
         moved |= {user for user in now if now[user] not in (-1, before[user])}
         if moved and now == before:
             break
-        assert time.monotonic() < end_s, "the replacement takes its users back"
-    print(f"{len(moved)} of {NUM_USERS} users have moved, and returned; by slot before: {Counter(before.values())}")
-    assert len({before[user] for user in moved}) == 1, "nobody else has moved"
+        assert time.monotonic() < end_s, "the users of the killed replica return to its replacement"
+    print(f"{len(moved)} of {NUM_USERS} users moved and returned; users by former slot: {Counter(before.values())}")
+    assert len({before[user] for user in moved}) == 1, "only users of the killed replica move"

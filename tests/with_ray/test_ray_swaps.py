@@ -1,4 +1,4 @@
-"""Replicas of Ray Serve get other models one after the other, time and again, while users ask."""
+"""Repeated rolling updates of Ray Serve replicas under load."""
 
 import asyncio
 import os
@@ -10,31 +10,40 @@ import urllib.error
 import urllib.request
 
 import pytest
-from rolling_load import NUM_INSTANCES, check_rolled, rolled, write_versions
+from rolling_load import NUM_INSTANCES, check_rolling_updates, roll_under_load, write_versions
 
 from nestrec.serving.fleet.readiness_probes import free_port
 
 
 @pytest.mark.timeout(900)
-def test_models_roll_over_replicas_time_and_again(tmp_path):
+def test_ray_repeated_rolling_updates_under_load(tmp_path):
     folders = write_versions(tmp_path)
     port = free_port()
-    words = [sys.executable, "-W", "ignore", "-m", "nestrec", "serve", "--model", str(folders / "0")]
-    words += ["--port", str(port), "--instances", str(NUM_INSTANCES), "--front", "ray", "--service.session_s", "20"]
-    process = subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    command = [sys.executable, "-W", "ignore", "-m", "nestrec", "serve", "--model", str(folders / "0")]
+    command += [
+        "--port",
+        str(port),
+        "--num_instances",
+        str(NUM_INSTANCES),
+        "--load_balancer",
+        "ray",
+        "--service.session_timeout_s",
+        "20",
+    ]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:
         while not _is_ready(port):
             assert process.poll() is None
             time.sleep(0.5)  # other processes start: there is no clock to inject
-        load, took_s = asyncio.run(rolled(port, folders))
+        load, took_s = asyncio.run(roll_under_load(port, folders))
     finally:
         process.send_signal(signal.SIGTERM)
         process.wait(120)
-    check_rolled("ray", folders, load, took_s)
+    check_rolling_updates("ray", folders, load, took_s)
 
 
 def _is_ready(port):
-    """All replicas tell what they serve."""
+    """Return whether all replicas report their model."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/v1/admin/fleet", timeout=20.0) as response:
             return b"null" not in response.read().partition(b'"ready"')[0]

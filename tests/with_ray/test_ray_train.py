@@ -1,4 +1,4 @@
-"""The launch file for Ray Train: two workers of a Ray cluster make the run that two ranks of torchrun make."""
+"""The launch file for Ray Train: two workers of a Ray cluster produce the same run as two ranks."""
 
 import importlib.util
 from pathlib import Path
@@ -33,7 +33,7 @@ def train(topology: Topology, data: str, run: str) -> None:
     Trainer(config_of("hstu", Path(data), EPOCHS), Path(run), topology).train()
 
 
-def test_ray_takes_what_the_file_gives() -> None:
+def test_ray_train_launch_file_sets_scaling_and_retries() -> None:
     file = launch_file()
     args, overrides = file.read(["demo", "--output", "runs/demo", "--workers", "8:32", "--training.epochs", "2"])
     trainer = file.trainer_of(args, overrides)
@@ -41,18 +41,18 @@ def test_ray_takes_what_the_file_gives() -> None:
     assert trainer.scaling_config == ScalingConfig(
         num_workers=(8, 32), use_gpu=True, resources_per_worker={"CPU": 12, "GPU": 1}
     )
-    assert trainer.run_config.failure_config.max_failures == file.MOST_FAILURES
+    assert trainer.run_config.failure_config.max_failures == file.MAX_FAILURES
 
 
-@pytest.mark.filterwarnings("ignore")  # of Ray's own parts
+@pytest.mark.filterwarnings("ignore")  # warnings of Ray itself
 @pytest.mark.timeout(900)
-def test_two_workers_of_ray_make_the_run_of_two_ranks(tmp_path: Path) -> None:
+def test_ray_train_two_workers_equal_two_ranks(tmp_path: Path) -> None:
     make_datasets(tmp_path)
     options = overrides_of("hstu", tmp_path, EPOCHS)
-    words = [f"--{name}={value}" for name, value in options.items() if name != "training.device"]
+    arguments = [f"--{name}={value}" for name, value in options.items() if name != "training.device"]
     file = launch_file()
-    run = tmp_path / "by_ray"
-    args, overrides = file.read(["demo", "--output", str(run), "--workers", "2", "--device", "cpu", *words])
+    run = tmp_path / "ray_run"
+    args, overrides = file.read(["demo", "--output", str(run), "--workers", "2", "--device", "cpu", *arguments])
     ray.init(num_cpus=2, include_dashboard=False, runtime_env={"env_vars": {"PYTHONPATH": _root()}})
     try:
         result = file.trainer_of(args, overrides).fit()
@@ -60,10 +60,10 @@ def test_two_workers_of_ray_make_the_run_of_two_ranks(tmp_path: Path) -> None:
         ray.shutdown()
     assert result.error is None
     pool = RankPool(2)
-    pool.run(train, str(tmp_path), str(tmp_path / "by_ranks"))
+    pool.run(train, str(tmp_path), str(tmp_path / "rank_run"))
     pool.close()
-    assert run_digest(run) == run_digest(tmp_path / "by_ranks")
-    assert list((run / "eval").iterdir()), "measured by both, too"
+    assert run_digest(run) == run_digest(tmp_path / "rank_run")
+    assert list((run / "eval").iterdir()), "the run is evaluated, too"
 
 
 def _root() -> str:

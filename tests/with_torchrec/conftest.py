@@ -1,6 +1,6 @@
-"""These tests need TorchRec, which has an environment of its own: `make test-torchrec` runs them there.
+"""Tests that need TorchRec: `make test-torchrec` runs them in its separate environment.
 
-The folder is not called torchrec: pytest puts tests/ on the path, where it would pass for the package.
+The folder is not called torchrec because pytest adds tests/ to the import path, so the folder would shadow the package.
 """
 
 import importlib.util
@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-IS_THERE = importlib.util.find_spec("torchrec") is not None
-if IS_THERE:
+IS_INSTALLED = importlib.util.find_spec("torchrec") is not None
+if IS_INSTALLED:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import torchrec  # noqa: F401
@@ -20,7 +20,9 @@ if IS_THERE:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if HERE in item.path.parents:
-            # What TorchRec warns of is not ours to mend.
+            # Warnings of TorchRec cannot be fixed here.
             item.add_marker(pytest.mark.filterwarnings("ignore"))
-            if not IS_THERE:
-                item.add_marker(pytest.mark.skip(reason="TorchRec is not installed here: run `make test-torchrec`"))
+            if not IS_INSTALLED:
+                item.add_marker(
+                    pytest.mark.skip(reason="TorchRec is not installed in this environment: run `make test-torchrec`")
+                )

@@ -1,4 +1,4 @@
-"""Chains of artifacts: what may be deleted, and the newest rows of a table."""
+"""Delta chains: the artifacts that may be deleted, and the newest rows of a table."""
 
 import random
 
@@ -17,11 +17,11 @@ def test_chain_of_ends_at_a_full_artifact() -> None:
 
 
 @pytest.mark.parametrize(("keep", "deleted"), [(1, [1, 2, 3]), (3, [1, 2, 3]), (4, []), (6, [])])
-def test_to_delete_keeps_what_others_build_on(keep: int, deleted: list[int]) -> None:
+def test_to_delete_keeps_bases_of_retained_artifacts(keep: int, deleted: list[int]) -> None:
     assert to_delete(BASES, list(BASES)[-keep:], BASES.get) == deleted
 
 
-def test_to_delete_keeps_all_before_one_that_is_damaged() -> None:
+def test_to_delete_keeps_all_before_corrupt_artifact() -> None:
     def base_of(number: int) -> int | None:
         if number == 3:
             raise CorruptFileError("cannot be read", option="manifest", value=number)
@@ -35,7 +35,7 @@ def rows(keys: list[int], value: float) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_newest_rows_equal_those_of_a_dictionary(seed: int) -> None:
+def test_newest_rows_equal_dictionary(seed: int) -> None:
     draw = random.Random(seed)
     table = dict[int, float]()
     layers = []
@@ -46,10 +46,10 @@ def test_newest_rows_equal_those_of_a_dictionary(seed: int) -> None:
         for key in removed if step else ():
             table.pop(key, None)
         table |= {key: float(step) for key in [*written[0], *written[1]]}
-        gone = [{"keys": torch.tensor(removed)}] if step else []
-        layers.append(([rows(keys, step) for keys in written], gone))
+        removed_keys = [{"keys": torch.tensor(removed)}] if step else []
+        layers.append(([rows(keys, step) for keys in written], removed_keys))
     superseded = np.array([1, 3])
-    found = list(newest_rows(layers[::-1], superseded=superseded, owned=lambda keys: keys % 2 == 1))
-    pairs = [(int(k), float(w[0])) for chunk in found for k, w in zip(chunk["keys"], chunk["weight"], strict=True)]
+    chunks = list(newest_rows(layers[::-1], superseded=superseded, owned=lambda keys: keys % 2 == 1))
+    pairs = [(int(k), float(w[0])) for chunk in chunks for k, w in zip(chunk["keys"], chunk["weight"], strict=True)]
     assert len(pairs) == len(dict(pairs))
     assert dict(pairs) == {key: value for key, value in table.items() if key % 2 == 1 and key not in (1, 3)}

@@ -1,4 +1,4 @@
-"""Storage backends: what they have in common, and those of other packages."""
+"""Storage backends: common behavior, and backends of other packages."""
 
 import secrets
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]
         fsspec.filesystem("memory").rm(f"/{name}", recursive=True)
 
 
-def test_storage_reads_what_was_written(storage: Storage) -> None:
+def test_storage_round_trip(storage: Storage) -> None:
     written = storage.write("versions/1/rows", iter([memoryview(b"ab"), memoryview(b"c")]))
     assert written == (3, "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad")
     storage.replace("newest.json", b"old")
@@ -45,7 +45,7 @@ def test_local_storage_reads_empty_and_growing_files(tmp_path: Path) -> None:
     assert status.startswith(b"Name:")
 
 
-def test_local_storage_commits_a_folder_with_its_files(tmp_path: Path) -> None:
+def test_local_storage_commit_renames_folder(tmp_path: Path) -> None:
     local = LocalStorage(tmp_path)
     local.write("step.partial/rows", iter([memoryview(b"x")]))
     local.commit_folder("step.partial", "step")
@@ -53,23 +53,23 @@ def test_local_storage_commits_a_folder_with_its_files(tmp_path: Path) -> None:
     assert local.read("step/rows") == b"x"
 
 
-def test_retried_reads_end_at_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_retried_reads_stop_at_file_not_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "RETRY_AFTER_S", (0.0, 0.0))
-    asked = list[str]()
+    names_read = list[str]()
 
     class Failing(LocalStorage):
         def read(self, name: str) -> bytearray:
-            asked.append(name)
-            if len(asked) < 3:
-                raise OSError(5, "the storage does not answer")
+            names_read.append(name)
+            if len(names_read) < 3:
+                raise OSError(5, "the storage does not respond")
             raise FileNotFoundError(name)
 
     with pytest.raises(FileNotFoundError):
         RetriedReads(Failing(Path("."))).read("x")
-    assert asked == ["x"] * 3
+    assert names_read == ["x"] * 3
 
 
-def test_storage_of_takes_backends_of_other_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_storage_of_uses_plugin_backends(monkeypatch: pytest.MonkeyPatch) -> None:
     point = EntryPoint(name="mine", value=f"{__name__}:backend", group="nestrec.storage")
     monkeypatch.setattr(plugins, "entry_points", lambda group: [point] if group == point.group else [])
     monkeypatch.setattr(
@@ -80,6 +80,6 @@ def test_storage_of_takes_backends_of_other_packages(monkeypatch: pytest.MonkeyP
 
 
 def backend(address: str) -> Storage:
-    found = LocalStorage(Path("."))
-    found.address = address
-    return found
+    storage = LocalStorage(Path("."))
+    storage.address = address
+    return storage

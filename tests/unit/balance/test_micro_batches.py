@@ -11,7 +11,7 @@ from nestrec.data.synthetic.synthetic_logs import lengths as draw_lengths
 
 @settings(deadline=None, max_examples=100)
 @given(st.lists(st.floats(0, 1e6), max_size=60), st.integers(1, 12))
-def test_micro_batches_hold_every_sample_once_costliest_first(values: list[float], num: int) -> None:
+def test_micro_partition_assigns_each_sample_once(values: list[float], num: int) -> None:
     cost = np.array(values)
     parts = micro_partition(cost, num)
     assert len(parts) == num
@@ -19,15 +19,15 @@ def test_micro_batches_hold_every_sample_once_costliest_first(values: list[float
     assert (np.diff(loads_of(cost, parts)) <= 0).all()
 
 
-def test_micro_batches_of_a_balanced_batch_are_equal() -> None:
-    cost = TOKENS.of(draw_lengths("freescale", 64 * 128, 0))
+def test_micro_partition_of_balanced_batch_is_balanced() -> None:
+    cost = TOKENS.sample_costs(draw_lengths("freescale", 64 * 128, 0))
     costs = np.array(
         [loads_of(cost[group], micro_partition(cost[group], 8)) for group in partition("refined", cost, 64)]
     )
     assert window_imbalance(costs) < 0.005
 
 
-def test_window_imbalance_counts_the_costliest_of_each_place() -> None:
+def test_window_imbalance_counts_costliest_micro_batches() -> None:
     assert window_imbalance(np.array([[4.0, 1.0], [1.0, 4.0]])) == pytest.approx(1 - 5 / 8)
     assert window_imbalance(np.array([[4.0, 1.0], [4.0, 1.0]])) == 0.0
     assert window_imbalance(np.zeros((2, 3))) == 0.0

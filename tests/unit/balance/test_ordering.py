@@ -11,7 +11,7 @@ def test_descending_is_a_stable_sort(values: list[float]) -> None:
     assert descending(np.array(values)).tolist() == np.argsort(-np.array(values), kind="stable").tolist()
 
 
-def test_negative_zero_ties_with_zero() -> None:
+def test_descending_treats_negative_zero_as_zero() -> None:
     assert descending(np.array([0.0, -0.0, 0.0, 1.0])).tolist() == [3, 0, 1, 2]
 
 

@@ -4,8 +4,17 @@ from typing import Literal
 import pytest
 
 from nestrec.base.config import config
-from nestrec.base.config_overrides import with_overrides
-from nestrec.base.config_values import Count, Decay, Natural, NumberRange, OutOfRangeError, Positive, Share, from_plain
+from nestrec.base.config_overrides import apply_overrides
+from nestrec.base.config_values import (
+    Count,
+    Decay,
+    Fraction,
+    Natural,
+    NumberRange,
+    OutOfRangeError,
+    Positive,
+    from_plain,
+)
 from nestrec.base.errors import UserError
 
 
@@ -23,19 +32,19 @@ class Sizes:
     """Each 1 or more."""
     rate: Positive = 0.5
     """More than 0."""
-    share: Share = 1.0
+    share: Fraction = 1.0
     """0 to 1."""
     decay: Decay = 0.0
     """0 to less than 1."""
 
     def __post_init__(self) -> None:
         if self.count == 13:
-            raise UserError("is unlucky", option="count", value=13)
+            raise UserError("is not allowed", option="count", value=13)
 
 
 @config
-class Whole:
-    """Holds them."""
+class OuterConfig:
+    """Config that contains the bounded config."""
 
     sizes: Sizes = Sizes()
     """The numbers."""
@@ -55,32 +64,32 @@ OUT_OF_RANGE = [
 
 
 @pytest.mark.parametrize(("name", "text", "expected"), OUT_OF_RANGE)
-def test_a_number_out_of_range_is_refused_by_its_whole_name(name: str, text: str, expected: str) -> None:
+def test_config_bounds_error_names_dotted_option(name: str, text: str, expected: str) -> None:
     with pytest.raises(OutOfRangeError, match=expected) as by_override:
-        with_overrides(Whole(), {f"sizes.{name}": text})
+        apply_overrides(OuterConfig(), {f"sizes.{name}": text})
     value = [4, 0] if name == "widths" else json.loads(text)
     with pytest.raises(OutOfRangeError, match=expected) as by_file:
-        from_plain(Whole, {"sizes": {name: value}})
+        from_plain(OuterConfig, {"sizes": {name: value}})
     with pytest.raises(OutOfRangeError, match=expected) as by_hand:
         Sizes(**{name: value})
-    assert (by_override.value.field, by_file.value.field) == (f"sizes.{name}", f"sizes.{name}")
-    assert by_hand.value.field == name
+    assert (by_override.value.option, by_file.value.option) == (f"sizes.{name}", f"sizes.{name}")
+    assert by_hand.value.option == name
 
 
-def test_what_a_class_asks_itself_is_asked_after_its_bounds() -> None:
+def test_config_bounds_are_checked_before_post_init() -> None:
     assert Sizes(count=12).count == 12
-    with pytest.raises(UserError, match="is unlucky"):
+    with pytest.raises(UserError, match="is not allowed"):
         Sizes(count=13)
 
 
-def test_options_that_only_make_sense_together_may_come_in_any_order() -> None:
-    for given in ({"sizes.count": "13", "sizes": '{"rate": 2}'}, {"sizes": '{"rate": 2}', "sizes.count": "13"}):
-        with pytest.raises(UserError, match="is unlucky"):
-            with_overrides(Whole(), given)
-        assert with_overrides(Whole(), {**given, "sizes.count": "2"}).sizes == Sizes(count=2, rate=2.0)
+def test_config_overrides_apply_in_any_order() -> None:
+    for overrides in ({"sizes.count": "13", "sizes": '{"rate": 2}'}, {"sizes": '{"rate": 2}', "sizes.count": "13"}):
+        with pytest.raises(UserError, match="is not allowed"):
+            apply_overrides(OuterConfig(), overrides)
+        assert apply_overrides(OuterConfig(), {**overrides, "sizes.count": "2"}).sizes == Sizes(count=2, rate=2.0)
 
 
-def test_a_bound_says_what_it_allows() -> None:
+def test_config_bounds_describe_allowed_values() -> None:
     assert [str(bound) for bound in (NumberRange(1), NumberRange(0, above=True), NumberRange(0, 1))] == [
         "1 or more",
         "more than 0",

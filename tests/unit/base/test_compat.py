@@ -15,7 +15,7 @@ from torch import nn
 
 from nestrec.base import compat
 from nestrec.base.errors import UserError
-from nestrec.ops.embedding.host_loops import exchange_if, prefetch_row
+from nestrec.ops.embedding.host_loops import compare_and_swap, prefetch_row
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -33,15 +33,15 @@ def test_compat_names_all_exist():
 
 
 def test_compat_error_names_the_tested_versions():
-    with pytest.raises(UserError, match=r"(?s)torch = .*lacks torch\._gone, which nestrec uses.*torch 2\.13"):
+    with pytest.raises(UserError, match=r"(?s)torch=.*lacks torch\._gone, which nestrec uses.*torch 2\.13"):
         compat.find_private("torch", "_gone", "torch 2.13")
     with pytest.raises(UserError, match=r"lacks torch\._gone\.x"):
         compat.find_private("torch._gone", "x", "torch 2.13")
 
 
 @pytest.mark.parametrize("version", ["0.53.9", "0.55.0", "1.0", "0.55.0rc1"])
-def test_compat_refuses_untested_uvicorn(version):
-    with pytest.raises(UserError, match=r"(?s)uvicorn = .*pip install 'uvicorn>=0.54,<0.55'"):
+def test_compat_rejects_untested_uvicorn(version):
+    with pytest.raises(UserError, match=r"(?s)uvicorn=.*[Pp]ip install 'uvicorn>=0.54,<0.55'"):
         compat.check_uvicorn(version)
 
 
@@ -102,7 +102,7 @@ def test_compat_numba_intrinsics_compile():
     @njit
     def run(array):
         prefetch_row(array.reshape(2, 2), 1, 2)
-        return exchange_if(array, 1, 5, 7), exchange_if(array, 2, 5, 7)
+        return compare_and_swap(array, 1, 5, 7), compare_and_swap(array, 2, 5, 7)
 
     array = np.array([4, 5, 6, 5])
     assert run(array) == (True, False)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nestrec.base.config import config, dumps, to_plain
-from nestrec.base.config_overrides import with_overrides
+from nestrec.base.config_overrides import apply_overrides
 from nestrec.base.config_values import from_plain
 from nestrec.base.errors import UserError, UserErrorGroup
 
@@ -21,12 +21,12 @@ class Color(enum.Enum):
 
 @config
 class Inner:
-    """A part."""
+    """Nested config."""
 
     num_layers: int = 2
     """Depth."""
     dropout: float = 0.1
-    """Share of zeros."""
+    """Dropout rate."""
     name: str = "a"
     """A name."""
     is_causal: bool = True
@@ -35,7 +35,7 @@ class Inner:
 
 @config
 class Choice:
-    """A choice that a command line would read as another type."""
+    """Choices whose text is also a value of another type."""
 
     which: Literal["none", "true", 1] = 1
     """One of them."""
@@ -43,7 +43,7 @@ class Choice:
 
 @config
 class Outer:
-    """A whole."""
+    """Config with every type of field."""
 
     inner: Inner = Inner()
     """A nested config."""
@@ -58,7 +58,7 @@ class Outer:
     parts: Mapping[str, Inner] = dataclasses.field(default_factory=dict)
     """By name."""
     spare: Inner | None = None
-    """Maybe a nested config."""
+    """Optional nested config."""
     color: Color = Color.RED
     """An enum."""
     names: list[str] = dataclasses.field(default_factory=list)
@@ -66,11 +66,11 @@ class Outer:
 
 
 @config
-class Required:
-    """Has a field without default."""
+class RequiredSeedConfig:
+    """Config with a field without default."""
 
     seed: int
-    """Must be given."""
+    """Required."""
 
 
 inners = st.builds(
@@ -90,17 +90,17 @@ outers = st.builds(
 
 
 @given(outers)
-def test_a_config_survives_plain_data_and_json(value: Outer) -> None:
+def test_config_round_trips_through_json(value: Outer) -> None:
     assert from_plain(Outer, to_plain(value)) == value
     assert from_plain(Outer, json.loads(dumps(value))) == value
 
 
 @given(outers, outers)
-def test_every_field_can_be_set_by_an_override(value: Outer, base: Outer) -> None:
+def test_config_override_sets_every_field(value: Outer, base: Outer) -> None:
     plain = to_plain(value)
     nested = {f"inner.{name}": json.dumps(inner) for name, inner in plain.pop("inner").items()}
     overrides = {name: json.dumps(field) for name, field in plain.items()} | nested
-    assert with_overrides(base, overrides) == value
+    assert apply_overrides(base, overrides) == value
 
 
 @pytest.mark.parametrize(
@@ -126,8 +126,8 @@ def test_every_field_can_be_set_by_an_override(value: Outer, base: Outer) -> Non
         ("color", "blue", Color.BLUE),
     ],
 )
-def test_overrides_read_as_typed_on_a_command_line(path: str, text: str, expected: Any) -> None:
-    changed: Any = with_overrides(Outer(), {path: text})
+def test_config_override_parses_command_line_text(path: str, text: str, expected: Any) -> None:
+    changed: Any = apply_overrides(Outer(), {path: text})
     for name in path.split("."):
         changed = getattr(changed, name)
     assert changed == expected
@@ -137,62 +137,62 @@ def test_overrides_read_as_typed_on_a_command_line(path: str, text: str, expecte
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"iner.dropout": "1"}, "did you mean 'inner.dropout'"),
-        ({"inner.num_layer": "1"}, "did you mean 'inner.num_layers'"),
-        ({"inner.num_layers": "x"}, "inner.num_layers=x: is not of type int"),
-        ({"inner.num_layers": "1.5"}, "not of type int"),
-        ({"inner.num_layers": "true"}, "not of type int"),
-        ({"inner.is_causal": "1"}, "not of type bool"),
-        ({"mode": "meen"}, "did you mean 'mean'"),
-        ({"mode.x": "1"}, "has no fields"),
-        ({"inner": "3"}, "must hold named fields"),
+        ({"iner.dropout": "1"}, r"Did you mean --inner\.dropout\?"),
+        ({"inner.num_layer": "1"}, r"Did you mean --inner\.num_layers\?"),
+        ({"inner.num_layers": "x"}, "inner.num_layers=x: must be of type int"),
+        ({"inner.num_layers": "1.5"}, "must be of type int"),
+        ({"inner.num_layers": "true"}, "must be of type int"),
+        ({"inner.is_causal": "1"}, "must be of type bool"),
+        ({"mode": "meen"}, "Did you mean 'mean'"),
+        ({"mode.x": "1"}, "no such option"),
+        ({"inner": "3"}, "this is a group of options"),
         ({"color": "green"}, "color=green: is not one of the choices"),
-        ({"pair": "[1]"}, "has 1 values. Give 2 values"),
-        ({"parts.new.droput": "1"}, "did you mean 'parts.new.dropout'"),
-        ({"parts.new": "3"}, "must hold named fields"),
+        ({"pair": "[1]"}, "contains 1 values. Set 2 values"),
+        ({"parts.new.droput": "1"}, r"Did you mean --parts\.new\.dropout\?"),
+        ({"parts.new": "3"}, "must be a mapping"),
         ({"dims": "a,b"}, r"dims\[0\]"),
         ({"inner.dropout": "9" * 400}, r"inner.dropout=9+\.\.\.: is too large"),
-        ({"inner.dropout": "9" * 5_000}, "not of type float"),
-        ({"inner.dropout": "[" * 50_000}, "not of type float"),
+        ({"inner.dropout": "9" * 5_000}, "must be of type float"),
+        ({"inner.dropout": "[" * 50_000}, "must be of type float"),
     ],
 )
-def test_a_wrong_override_names_the_field_and_the_remedy(overrides: dict[str, str], message: str) -> None:
+def test_config_override_error_names_option_and_remedy(overrides: dict[str, str], message: str) -> None:
     with pytest.raises(UserError, match=message):
-        with_overrides(Outer(), overrides)
+        apply_overrides(Outer(), overrides)
 
 
-def test_an_override_reaches_into_a_mapping() -> None:
-    changed = with_overrides(Outer(parts={"a": Inner(), "b": Inner()}), {"parts.a.dropout": "0.5"})
+def test_config_override_sets_entry_of_mapping() -> None:
+    changed = apply_overrides(Outer(parts={"a": Inner(), "b": Inner()}), {"parts.a.dropout": "0.5"})
     assert changed.parts == {"a": Inner(dropout=0.5), "b": Inner()}
-    changed = with_overrides(Outer(), {"parts.c": '{"dropout": 0.25}'})
+    changed = apply_overrides(Outer(), {"parts.c": '{"dropout": 0.25}'})
     assert changed.parts == {"c": Inner(dropout=0.25)}
-    assert with_overrides(Outer(), {"spare.dropout": "0.25"}).spare == Inner(dropout=0.25), "it was none"
-    changed = with_overrides(Outer(), {"parts.c.dropout": "0.25", "parts.c.name": "b"})
-    assert changed.parts == {"c": Inner(dropout=0.25, name="b")}, "nothing was said of it before"
+    assert apply_overrides(Outer(), {"spare.dropout": "0.25"}).spare == Inner(dropout=0.25), "the field was None"
+    changed = apply_overrides(Outer(), {"parts.c.dropout": "0.25", "parts.c.name": "b"})
+    assert changed.parts == {"c": Inner(dropout=0.25, name="b")}, "the mapping did not contain this entry"
 
 
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         ({"inner": {"dropuot": 1}}, r"inner.dropuot=1: Inner has no such field. Did you mean 'dropout'"),
-        ({"inner": 3}, "must hold named fields"),
-        ({"parts": {"a": {"name": 3}}}, "parts.a.name=3: is not of type str"),
+        ({"inner": 3}, "must be a mapping"),
+        ({"parts": {"a": {"name": 3}}}, "parts.a.name=3: must be of type str"),
         ({"pair": [1, 2]}, r"pair\[1\]"),
     ],
 )
-def test_wrong_plain_data_names_the_field(data: dict[str, Any], message: str) -> None:
+def test_config_from_plain_error_names_field(data: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError, match=message):
         from_plain(Outer, data)
 
 
-def test_the_choice_none_is_not_read_as_null() -> None:
-    assert with_overrides(Choice(), {"which": "none"}).which == "none"
-    assert with_overrides(Choice(which="none"), {"which": "1"}).which == 1
+def test_config_choice_named_none_is_not_null() -> None:
+    assert apply_overrides(Choice(), {"which": "none"}).which == "none"
+    assert apply_overrides(Choice(which="none"), {"which": "1"}).which == 1
 
 
-def test_a_missing_value_is_named() -> None:
+def test_config_from_plain_names_missing_field() -> None:
     with pytest.raises(UserError, match="seed=None: is required"):
-        from_plain(Required, {})
+        from_plain(RequiredSeedConfig, {})
 
 
 def test_configs_are_frozen_keyword_only_and_slotted() -> None:
@@ -206,7 +206,7 @@ def test_configs_are_frozen_keyword_only_and_slotted() -> None:
 
 @config
 class Small:
-    """A member of a union."""
+    """Member of a union."""
 
     kind: Literal["small"] = "small"
     """Its name."""
@@ -216,7 +216,7 @@ class Small:
 
 @config
 class Large:
-    """Another one."""
+    """Another member."""
 
     kind: Literal["large"] = "large"
     """Its name."""
@@ -228,7 +228,7 @@ class Large:
 
 @config
 class Either:
-    """Holds unions, mappings and sequences."""
+    """Config with unions, mappings and sequences."""
 
     size: Small | Large = Small()
     """One of two kinds."""
@@ -242,10 +242,10 @@ class Either:
     """A number."""
 
 
-def test_all_mistakes_of_a_config_are_told_at_once() -> None:
+def test_config_errors_are_reported_together() -> None:
     wrong = {"inner.num_layers": "x", "mode": "meen", "inner.dropuot": "1", "nosuch": "1", "dims": "a,2,b"}
     with pytest.raises(UserErrorGroup) as caught:
-        with_overrides(Outer(), wrong)
+        apply_overrides(Outer(), wrong)
     fields = [error.option for error in caught.value.errors]
     assert sorted(map(str, fields)) == ["dims[0]", "dims[2]", "inner.dropuot", "inner.num_layers", "mode", "nosuch"]
     assert all(str(field) in str(caught.value) for field in fields)
@@ -254,54 +254,54 @@ def test_all_mistakes_of_a_config_are_told_at_once() -> None:
     assert [error.option for error in caught.value.errors] == ["inner.dropout", "inner.name", "mode"]
 
 
-def test_an_option_given_without_its_path_is_found() -> None:
-    with pytest.raises(UserError, match=r"did you mean 'inner.num_layers'\?"):
-        with_overrides(Outer(), {"num_layers": "3"})
+def test_config_override_suggests_full_path() -> None:
+    with pytest.raises(UserError, match=r"Did you mean --inner\.num_layers\?"):
+        apply_overrides(Outer(), {"num_layers": "3"})
 
 
-def test_a_value_of_a_union_is_read_as_the_kind_that_it_names() -> None:
-    assert with_overrides(Either(), {"size": '{"kind": "large", "height": 2}'}).size == Large(height=2)
+def test_config_union_is_selected_by_kind() -> None:
+    assert apply_overrides(Either(), {"size": '{"kind": "large", "height": 2}'}).size == Large(height=2)
     for text, message in (
         ('{"kind": "small", "widht": 3}', "size.widht=3: Small has no such field. Did you mean 'width'"),
-        ('{"kind": "large", "width": "x"}', "size.width=x: is not of type int"),
+        ('{"kind": "large", "width": "x"}', "size.width=x: must be of type int"),
         ('{"kind": "medium"}', "size.kind=medium: is not one of the choices. Known names: large, small"),
     ):
         with pytest.raises(UserError, match=message):
-            with_overrides(Either(), {"size": text})
+            apply_overrides(Either(), {"size": text})
 
 
-def test_a_word_that_fits_nothing_names_all_that_would() -> None:
-    with pytest.raises(UserError, match="often = 'ofen'") as caught:
-        with_overrides(Either(), {"often": "ofen"})
-    assert caught.value.remedy == "give an int, or known names: auto, or none"
+def test_config_override_lists_options_for_unknown_word() -> None:
+    with pytest.raises(UserError, match="often=ofen") as caught:
+        apply_overrides(Either(), {"often": "ofen"})
+    assert caught.value.remedy == "write an integer, such as 8, or known names: auto, or none"
 
 
-def test_named_texts_need_no_json() -> None:
-    changed = with_overrides(Either(), {"actions": "click=clicked,buy=event:buy"})
+def test_config_mapping_accepts_name_value_pairs() -> None:
+    changed = apply_overrides(Either(), {"actions": "click=clicked,buy=event:buy"})
     assert changed.actions == {"click": "clicked", "buy": "event:buy"}
-    assert with_overrides(Either(actions={"a": "b"}), {"actions": ""}).actions == {}
-    with pytest.raises(UserError, match="write name=value,other=value"):
-        with_overrides(Either(), {"actions": "click=clicked,buy"})
+    assert apply_overrides(Either(actions={"a": "b"}), {"actions": ""}).actions == {}
+    with pytest.raises(UserError, match="Write name=value,other=value"):
+        apply_overrides(Either(), {"actions": "click=clicked,buy"})
 
 
-def test_nothing_between_quotes_is_an_empty_list() -> None:
-    assert with_overrides(Either(), {"names": ""}).names == ()
-    assert with_overrides(Outer(), {"dims": ""}).dims == ()
+def test_config_empty_text_is_empty_list() -> None:
+    assert apply_overrides(Either(), {"names": ""}).names == ()
+    assert apply_overrides(Outer(), {"dims": ""}).dims == ()
 
 
-def test_types_are_named_in_english() -> None:
-    with pytest.raises(UserError, match=r"remedy: give an int$"):
-        with_overrides(Either(), {"limit": "x"})
+def test_config_type_errors_describe_expected_value() -> None:
+    with pytest.raises(UserError, match=r"Write an integer, such as 8\.$"):
+        apply_overrides(Either(), {"limit": "x"})
 
 
 @config
-class _Named:
+class _SizesConfig:
     sizes: dict[str, int] | None = None
 
 
-def test_mistakes_inside_an_optional_value_are_named_with_their_own_values():
-    with pytest.raises(UserError, match=r"^sizes.a=x: is not of type int. Give an int$"):
-        from_plain(_Named, {"sizes": {"a": "x"}})
-    with pytest.raises(UserError, match=r"(?s)2 mistakes.*sizes.a = 'x'.*sizes.b = 'y'") as both:
-        from_plain(_Named, {"sizes": {"a": "x", "b": "y"}})
+def test_config_errors_inside_optional_config_name_value():
+    with pytest.raises(UserError, match=r"^sizes.a=x: must be of type int. Write an integer, such as 8\.$"):
+        from_plain(_SizesConfig, {"sizes": {"a": "x"}})
+    with pytest.raises(UserError, match=r"(?s)2 mistakes.*sizes.a=x.*sizes.b=y") as both:
+        from_plain(_SizesConfig, {"sizes": {"a": "x", "b": "y"}})
     assert "None" not in str(both.value)

@@ -10,30 +10,30 @@ from nestrec.base.failpoints import fail_point
 from support.fail_points import armed, fail_variables
 
 
-def test_a_point_does_nothing_unless_armed() -> None:
+def test_fail_point_does_nothing_unless_armed() -> None:
     fail_point("unknown")
 
 
-def test_a_point_fires_at_every_hit_or_at_a_given_one() -> None:
+def test_fail_point_fires_at_every_hit_or_the_nth() -> None:
     hits: list[int] = []
-    with armed("place", lambda: hits.append(1)):
-        fail_point("place")
-        fail_point("place")
+    with armed("point", lambda: hits.append(1)):
+        fail_point("point")
+        fail_point("point")
         fail_point("other")
     assert len(hits) == 2
-    with armed("place", lambda: hits.append(1), at=2):
+    with armed("point", lambda: hits.append(1), at=2):
         for _ in range(3):
-            fail_point("place")
+            fail_point("point")
     assert len(hits) == 3
-    fail_point("place")
+    fail_point("point")
     assert len(hits) == 3
 
 
-def test_a_point_is_disarmed_when_the_block_fails() -> None:
+def test_fail_point_is_disarmed_when_block_fails() -> None:
     hits: list[int] = []
-    with pytest.raises(ValueError, match="x"), armed("place", lambda: hits.append(1)):
+    with pytest.raises(ValueError, match="x"), armed("point", lambda: hits.append(1)):
         raise ValueError("x")
-    fail_point("place")
+    fail_point("point")
     assert not hits
 
 
@@ -43,7 +43,7 @@ def in_another_process(points: str, log: Path) -> subprocess.CompletedProcess[st
     return subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
 
 
-def test_the_environment_arms_points_of_another_process_and_firing_is_logged(tmp_path: Path) -> None:
+def test_fail_point_is_armed_by_environment_and_logged(tmp_path: Path) -> None:
     log = tmp_path / "log"
     killed = in_another_process("b=raise,a@2=kill", log)
     assert (killed.returncode, killed.stdout) == (-signal.SIGKILL, "0\n")
@@ -54,7 +54,7 @@ def test_the_environment_arms_points_of_another_process_and_firing_is_logged(tmp
     assert in_another_process("b=kill", log).returncode == 0
 
 
-def test_a_process_that_waits_at_a_point_is_there_until_it_is_killed_and_says_nothing_of_it(tmp_path: Path) -> None:
+def test_fail_point_wait_blocks_until_process_is_killed(tmp_path: Path) -> None:
     code = "from nestrec.base.failpoints import fail_point as f\nprint(1, flush=True); f('a'); print(2, flush=True)"
     env = {**os.environ, **fail_variables("a=wait", tmp_path / "log")}
     with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE, text=True) as process:

@@ -1,4 +1,4 @@
-"""Atomic writes: complete or not at all, flushed in an order that no crash can turn around, without leftovers."""
+"""Atomic writes: files are complete or absent, flushed in a crash-safe order, and leave no partial files."""
 
 import os
 import stat
@@ -21,24 +21,24 @@ def crash() -> None:
 
 @pytest.fixture
 def events(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, int]]:
-    """(what, inode) of flushes and renames, in order; the real ones are made as well."""
-    seen: list[tuple[str, int]] = []
+    """Record the flushes and renames as (operation, inode), in order; they are also executed."""
+    recorded: list[tuple[str, int]] = []
     fsync = os.fsync
     rename = os.rename
     replace = os.replace
 
-    def watched_fsync(descriptor: int) -> None:
+    def recorded_fsync(descriptor: int) -> None:
         fsync(descriptor)
-        seen.append(("flush", os.fstat(descriptor).st_ino))
+        recorded.append(("flush", os.fstat(descriptor).st_ino))
 
-    def watched(move: Callable[[Path, Path], None], source: Path, target: Path) -> None:
+    def recorded_move(move: Callable[[Path, Path], None], source: Path, target: Path) -> None:
         move(source, target)
-        seen.append(("rename", os.stat(target).st_ino))
+        recorded.append(("rename", os.stat(target).st_ino))
 
-    monkeypatch.setattr(os, "fsync", watched_fsync)
-    monkeypatch.setattr(os, "rename", lambda source, target: watched(rename, source, target))
-    monkeypatch.setattr(os, "replace", lambda source, target: watched(replace, source, target))
-    return seen
+    monkeypatch.setattr(os, "fsync", recorded_fsync)
+    monkeypatch.setattr(os, "rename", lambda source, target: recorded_move(rename, source, target))
+    monkeypatch.setattr(os, "replace", lambda source, target: recorded_move(replace, source, target))
+    return recorded
 
 
 @pytest.fixture
@@ -61,11 +61,11 @@ def test_write_atomic_flushes_file_then_rename_then_folder(tmp_path: Path, event
 
 def test_write_atomic_flushes_nothing_if_not_durable(tmp_path: Path, events: list[tuple[str, int]]) -> None:
     write_atomic(tmp_path / "page.html", b"text", durable=False)
-    assert [what for what, _ in events] == ["rename"]
+    assert [operation for operation, _ in events] == ["rename"]
 
 
 @pytest.mark.usefixtures("umask")
-def test_write_atomic_sets_the_mode_of_a_file_that_exists(tmp_path: Path) -> None:
+def test_write_atomic_sets_mode_of_existing_file(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     write_atomic(path, "open to all")
     assert stat.S_IMODE(path.stat().st_mode) == 0o644
@@ -105,24 +105,24 @@ def test_replaced_file_names_the_target_in_errors(tmp_path: Path) -> None:
     assert (raised.value.filename, raised.value.filename2) == (str(folder), None)
 
 
-def test_remove_partials_removes_those_of_one_file(tmp_path: Path) -> None:
-    mine = tmp_path / ".a[1].json.12-ab.partial"
+def test_remove_partials_removes_partials_of_one_file(tmp_path: Path) -> None:
+    own = tmp_path / ".a[1].json.12-ab.partial"
     other = tmp_path / ".b.json.12-ab.partial"
-    kept = [tmp_path / "a[1].json", tmp_path / "a.partial", tmp_path / ".folder.12-ab.partial" / "file"]
-    kept[-1].parent.mkdir()
-    for path in (mine, other, *kept):
+    others = [tmp_path / "a[1].json", tmp_path / "a.partial", tmp_path / ".folder.12-ab.partial" / "file"]
+    others[-1].parent.mkdir()
+    for path in (own, other, *others):
         path.write_text("")
     remove_partials(tmp_path, "a[1].json")
-    assert (mine.exists(), other.exists()) == (False, True)
+    assert (own.exists(), other.exists()) == (False, True)
     remove_partials(tmp_path)
     assert not other.exists()
-    assert all(path.exists() for path in kept)
+    assert all(path.exists() for path in others)
 
 
 def test_replaced_folder_clears_leftovers_of_all_versions(tmp_path: Path) -> None:
     for name in (".out.partial", ".out.preparing"):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "left").write_text("of a killed writer")
+        (tmp_path / name / "left").write_text("by a killed writer")
     with replaced_folder(tmp_path / "out", marker="card.json") as partial:
         (partial / "card.json").write_text("{}")
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

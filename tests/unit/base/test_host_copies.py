@@ -29,7 +29,7 @@ def test_side_stream_of_a_cpu_changes_nothing():
         assert torch.ones(2).sum() == 2
 
 
-def test_pinned_memory_and_streams_are_made_in_one_module():
+def test_pinned_memory_and_streams_are_created_in_one_module():
     folder = Path(nestrec.__file__).parent
     found = {
         path.relative_to(folder).as_posix()

@@ -1,4 +1,4 @@
-"""Paths that a user names are looked at before anything is written."""
+"""Paths from the user are checked before anything is written."""
 
 import os
 from pathlib import Path
@@ -8,16 +8,16 @@ import pytest
 from nestrec.base.errors import UserError
 from nestrec.base.files import check_file, check_folder
 
-NOBODY = 65534
+UNPRIVILEGED_USER = 65534
 
 
-def told_to_nobody(folder: Path) -> str:
-    """What another process hears of a folder; of nobody's where this one is of root, who may write everywhere."""
+def check_folder_unprivileged(folder: Path) -> str:
+    """Return the error of `check_folder` in a child process, without root privileges if this process has them."""
     reads, writes = os.pipe()
     if (child := os.fork()) == 0:
         try:
             if os.geteuid() == 0:
-                os.setuid(NOBODY)
+                os.setuid(UNPRIVILEGED_USER)
             check_folder(folder, "--output")
         except UserError as error:
             os.write(writes, str(error).encode())
@@ -25,20 +25,20 @@ def told_to_nobody(folder: Path) -> str:
             os._exit(0)
     os.close(writes)
     os.waitpid(child, 0)
-    with os.fdopen(reads) as told:
-        return told.read()
+    with os.fdopen(reads) as error_text:
+        return error_text.read()
 
 
 @pytest.mark.parametrize("inner", ["", "run"])
-def test_a_folder_that_may_only_be_read_is_named_with_a_remedy(tmp_path: Path, inner: str) -> None:
+def test_check_folder_names_read_only_folder(tmp_path: Path, inner: str) -> None:
     folder = tmp_path / "read-only"
     folder.mkdir(mode=0o555)
-    told = told_to_nobody(folder / inner)
-    assert told.startswith(f"--output={folder / inner}: cannot be written: no permission in ")
-    assert "remedy: name another folder, or change its permissions" in told
+    message = check_folder_unprivileged(folder / inner)
+    assert message.startswith(f"--output={folder / inner}: cannot be written: no permission in ")
+    assert "Use another folder, or change the permissions" in message
 
 
-def test_a_folder_that_is_there_or_could_be_made_is_taken(tmp_path: Path) -> None:
+def test_check_folder_accepts_existing_or_creatable_folder(tmp_path: Path) -> None:
     check_folder(tmp_path, "--output")
     check_folder(tmp_path / "new" / "deeper", "--output")
     assert check_file(tmp_path / "new" / "file.json") == tmp_path / "new" / "file.json"

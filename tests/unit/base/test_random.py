@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from nestrec.base.random import (
     GOLDEN64,
     as_int64,
-    finalise64,
+    finalize64,
     fold,
     fold_array,
     mix32,
@@ -22,7 +22,7 @@ int64s = st.integers(-(2**63), 2**63 - 1)
 
 
 def mix32_python(x: int) -> int:
-    """The definition in Python integers."""
+    """Compute `mix32` with Python integers, as the reference implementation."""
     x &= 0xFFFFFFFF
     x ^= x >> 16
     x = (x * 0x7FEB352D) & 0xFFFFFFFF
@@ -46,7 +46,7 @@ def test_mix64_is_splitmix64() -> None:
 
 
 @given(st.lists(int64s))
-def test_numpy_and_python_agree(values: list[int]) -> None:
+def test_random_numpy_equals_python(values: list[int]) -> None:
     array = np.array(values, dtype=np.int64)
     assert mix64_array(array).tolist() == [mix64(value) for value in values]
     assert fold_array(fold(3, 4), array).tolist() == [fold(3, 4, value) for value in values]
@@ -54,20 +54,20 @@ def test_numpy_and_python_agree(values: list[int]) -> None:
 
 
 @given(st.integers(0, 2**64 - 1))
-def test_compiled_loops_and_python_agree(value: int) -> None:
+def test_random_numba_equals_python(value: int) -> None:
     assert int(compiled_mix64(np.uint64(value))) == mix64(value)
-    assert int(finalise64(np.uint64((value + GOLDEN64) % 2**64))) == mix64(value)
+    assert int(finalize64(np.uint64((value + GOLDEN64) % 2**64))) == mix64(value)
 
 
 @given(st.lists(st.integers(-(2**31), 2**31 - 1)))
-def test_torch_and_python_agree(values: list[int]) -> None:
+def test_random_torch_equals_python(values: list[int]) -> None:
     mixed = mix32(torch.tensor(values, dtype=torch.int32))
     assert mixed.dtype == torch.int32
     assert [value & 0xFFFFFFFF for value in mixed.tolist()] == [mix32_python(value) for value in values]
 
 
 @given(st.lists(int64s, max_size=5), st.integers(0, 2**64 - 1))
-def test_uniform24_is_its_definition(keys: list[int], site: int) -> None:
+def test_uniform24_equals_reference_implementation(keys: list[int], site: int) -> None:
     drawn = uniform24(torch.tensor(keys, dtype=torch.int64), site, 3)
     assert drawn.shape == (len(keys), 3)
     assert drawn.tolist() == [[uniform24_python(key, site, channel) for channel in range(3)] for key in keys]
@@ -78,7 +78,7 @@ def test_shift_right_is_logical(value: int, bits: int) -> None:
     assert shift_right(torch.tensor([value], dtype=torch.int32), bits).item() == (value & 0xFFFFFFFF) >> bits
 
 
-def test_the_mixers_are_bijections_on_a_sample() -> None:
+def test_random_mixers_are_bijections_on_a_sample() -> None:
     assert len({mix64(value) for value in range(10_000)}) == 10_000
     assert len(mix32(torch.arange(1 << 20, dtype=torch.int32)).unique()) == 1 << 20
 
@@ -87,7 +87,7 @@ def test_fold_depends_on_order_and_number_of_parts() -> None:
     assert len({fold(1, 2), fold(2, 1), fold(1), fold(1, 2, 0), fold(0, 1, 2), fold()}) == 6
 
 
-def test_uniform24_does_not_depend_on_the_order_of_rows() -> None:
+def test_uniform24_is_independent_of_row_order() -> None:
     keys = as_int64(mix64_array(np.arange(1000)))
     order = torch.randperm(1000, generator=torch.Generator().manual_seed(0))
     assert torch.equal(uniform24(keys, 5, 16)[order], uniform24(keys[order], 5, 16))
@@ -95,7 +95,7 @@ def test_uniform24_does_not_depend_on_the_order_of_rows() -> None:
 
 
 @pytest.mark.parametrize("keys", [torch.arange(4096), as_int64(mix64_array(np.arange(4096)))], ids=["plain", "mixed"])
-def test_uniform24_is_uniform_and_its_sites_rows_and_channels_are_independent(keys: torch.Tensor) -> None:
+def test_uniform24_is_uniform_and_independent(keys: torch.Tensor) -> None:
     drawn = uniform24(keys, 1, 64)
     assert int(drawn.min()) >= 0
     assert int(drawn.max()) < 1 << 24

@@ -9,34 +9,34 @@ from nestrec.balance import POLICIES
 from nestrec.base.errors import UserError
 from nestrec.data.synthetic.synthetic_logs import generate, preset
 from nestrec_bench.balance import balance_bench
-from nestrec_bench.balance.balance_job import MeasuredBench, measure
+from nestrec_bench.balance.balance_job import MeasuredBalanceConfig, measure
 from nestrec_bench.pages import balance_tables
 
 FIELDS = {"policy", "lengths", "ranks", "batch", "imbalance", "straggler", "max_token_gap", "partition_ms", "measured"}
 
 
-def test_rows_hold_every_policy_cost_and_noise_with_all_fields() -> None:
+def test_balance_bench_has_row_per_policy_cost_and_noise() -> None:
     rows = balance_bench.run("turbogr-kuai", 4, 8, rounds=2)
     found = {(row["policy"], row["cost"], row["noise"]) for row in rows}
     assert len(found) == len(rows) == len(POLICIES) * len(balance_bench.COSTS) * 3
     assert all(set(row) >= FIELDS and not row["measured"] for row in rows)
 
 
-def test_the_same_seed_gives_the_same_figures() -> None:
+def test_balance_bench_is_deterministic() -> None:
     first, second = (balance_bench.run("freescale", 4, 16, rounds=2, seed=3) for _ in range(2))
     for a, b in zip(first, second, strict=True):
         timings = {"partition_ms": 0, "partition_cpu_ms": 0}
         assert {**a, **timings} == {**b, **timings}
 
 
-def test_the_baseline_is_as_uneven_as_the_comparison_needs() -> None:
+def test_balance_bench_baseline_is_imbalanced() -> None:
     rows = balance_bench.run("turbogr-kuai", 16, 8, rounds=30)
     assert balance_tables.void_lines(rows) == []
     even = [{**row, "imbalance": 0.34} for row in rows if row["policy"] == "fixed" and row["noise"] == "none"]
     assert len(balance_tables.void_lines(even)) == len(balance_bench.COSTS)
 
 
-def test_lengths_come_from_text_array_or_dataset(tmp_path: Path) -> None:
+def test_balance_bench_reads_lengths_of_text_array_dataset(tmp_path: Path) -> None:
     values = np.arange(1, 41)
     np.savetxt(tmp_path / "lengths.txt", values, fmt="%d")
     np.save(tmp_path / "lengths.npy", values)
@@ -49,26 +49,26 @@ def test_lengths_come_from_text_array_or_dataset(tmp_path: Path) -> None:
     assert balance_bench.read_lengths(tmp_path / "dataset").size == 50
 
 
-def test_bad_input_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="did you mean 'freescale'"):
+def test_balance_bench_rejects_invalid_options(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Did you mean 'freescale'"):
         balance_bench.run("freescal", 2, 2)
-    with pytest.raises(UserError, match="ranks = 0"):
+    with pytest.raises(UserError, match="ranks=0"):
         balance_bench.run("freescale", 0, 2)
     (tmp_path / "negative.txt").write_text("5\n-1\n")
     with pytest.raises(UserError, match="none negative"):
         balance_bench.run(str(tmp_path / "negative.txt"), 2, 2)
 
 
-def test_the_table_names_published_figures_as_measured_by_others() -> None:
+def test_balance_bench_table_marks_published_figures() -> None:
     rows = balance_bench.run("turbogr-kuai", 16, 8, rounds=2) + balance_bench.published("turbogr-kuai", 16)
     assert all(set(row) >= FIELDS for row in rows)
     text = io.StringIO()
     balance_tables.show_balance(rows, Console(file=text, width=140))
-    for expected in ("TurboGR Table 3", "47.01%", "10,726", "refined", "predicted", "measured by their authors"):
+    for expected in ("TurboGR Table 3", "47.01%", "10,726", "refined", "predicted", "published rows"):
         assert expected in text.getvalue()
 
 
-def test_unique_keys_of_a_policy_are_counted_by_rank_and_micro_batch() -> None:
+def test_balance_bench_counts_unique_keys() -> None:
     rows = balance_bench.run_one("tiny", 3, 8, rounds=2, measured_rounds=0)
     found = {row["policy"]: row for row in rows if "unique_keys_ranks" in row}
     assert set(found) == set(POLICIES)
@@ -77,8 +77,8 @@ def test_unique_keys_of_a_policy_are_counted_by_rank_and_micro_batch() -> None:
         assert row["unique_keys_batch"] <= row["unique_keys_ranks"] <= row["unique_keys_micro_batches"]
 
 
-def test_real_ranks_train_on_the_same_batches_under_every_policy() -> None:
-    bench = MeasuredBench(lengths="tiny", ranks=2, batch=4, rounds=2, fit_rounds=3, dim=8)
+def test_balance_bench_measures_policies_on_real_ranks() -> None:
+    bench = MeasuredBalanceConfig(lengths="tiny", ranks=2, batch=4, rounds=2, fit_rounds=3, dim=8)
     rows = measure(bench)
     assert [row["policy"] for row in rows] == ["fixed", "zigzag", "refined"]
     for row in rows:
@@ -93,6 +93,6 @@ def test_real_ranks_train_on_the_same_batches_under_every_policy() -> None:
     assert "measured" in text.getvalue()
 
 
-def test_a_failing_rank_is_named() -> None:
+def test_balance_bench_names_failing_rank() -> None:
     with pytest.raises(UserError, match="rank 0 failed"):
-        measure(MeasuredBench(lengths="tiny", ranks=1, batch=4, rounds=1, policies=("no such policy",)))
+        measure(MeasuredBalanceConfig(lengths="tiny", ranks=1, batch=4, rounds=1, policies=("no such policy",)))

@@ -1,17 +1,17 @@
 import json
 
 from nestrec.base.config import dumps
-from nestrec_bench.quality.choices_bench import BENCH, ChoicesBench
+from nestrec_bench.quality.choices_bench import BENCH, ChoicesBenchConfig
 from support.tiny_runs import config_of, make_datasets
 
 
-def test_choices_are_compared_with_the_first_and_a_cut_bench_goes_on(tmp_path):
+def test_choices_bench_compares_with_first_and_resumes(tmp_path):
     make_datasets(tmp_path)
     recipe = tmp_path / "config.json"
     recipe.write_text(dumps(config_of("sasrec", tmp_path, {"name": "tiny"})))
-    bench = ChoicesBench(
+    bench = ChoicesBenchConfig(
         choices=("float32:", "bfloat16:tables.items.dtype=bfloat16"),
-        options="batch.batch_samples=16+training.patience=2",
+        options="batch.batch_size=16+training.early_stopping_patience=2",
         recipe=str(recipe),
         seeds=(1,),
         epochs=1,

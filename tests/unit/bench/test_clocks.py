@@ -1,4 +1,4 @@
-"""Clock and power beside a measurement."""
+"""Tests of the log of GPU clock and power."""
 
 import sys
 import time
@@ -9,7 +9,7 @@ SAMPLES = "import time\nfor n in range(10**6): print(f'{1500 + n}, 600.5, 700.0'
 LIMIT_S = 60.0
 
 
-def test_samples_of_a_time_are_those_that_came_in_it():
+def test_gpu_clock_log_returns_samples_of_time_range():
     with ClockLog((sys.executable, "-c", "print('no such field')\n" + SAMPLES)) as log:
         limit = time.perf_counter() + LIMIT_S
         while not log.medians(0.0, limit) and time.perf_counter() < limit:
@@ -22,6 +22,6 @@ def test_samples_of_a_time_are_those_that_came_in_it():
     assert log.medians(begin + 1e6, begin + 2e6) == {}
 
 
-def test_without_the_program_there_are_no_samples():
+def test_gpu_clock_log_is_empty_without_nvidia_smi():
     with ClockLog(("no-such-program",)) as log:
         assert log.medians(0.0, time.perf_counter()) == {}

@@ -1,12 +1,12 @@
-"""The engine's steps are measured for every model, against the first one."""
+"""Engine step benchmark: rows of every model and step, relative to the first model."""
 
 from dataclasses import replace
 
-from nestrec_bench.serving.engine_step_bench import EngineBench, measure_engine
+from nestrec_bench.serving.engine_step_bench import EngineBenchConfig, measure_engine
 
 
-def test_every_model_has_a_row_for_each_step():
-    bench = EngineBench(tokens=(16,), candidates=(4,), rounds=1)
+def test_engine_bench_has_row_per_model_and_step():
+    bench = EngineBenchConfig(tokens=(16,), candidates=(4,), rounds=1)
     bench = replace(bench, encoder=replace(bench.encoder, dim=8, num_layers=1, head_dim=4))
     rows = list(measure_engine(bench))
     assert {(row["model"], row["step"]) for row in rows} == {

@@ -1,4 +1,4 @@
-"""Rows of tested runs, whatever their task."""
+"""Evaluations benchmark: rows of evaluated runs of any task."""
 
 import json
 
@@ -8,7 +8,7 @@ from nestrec.base.errors import UserError
 from nestrec_bench.quality.evaluations_bench import evaluation_rows
 
 
-def test_rows_hold_every_system_and_leave_out_intervals_that_were_not_taken(tmp_path):
+def test_evaluations_bench_rows_contain_every_system(tmp_path):
     (tmp_path / "eval").mkdir()
     (tmp_path / "config.json").write_text(json.dumps({"name": "r", "training": {"seed": 7}}))
     (tmp_path / "card.json").write_text(json.dumps({"name": "d"}))
@@ -24,6 +24,6 @@ def test_rows_hold_every_system_and_leave_out_intervals_that_were_not_taken(tmp_
     ]
 
 
-def test_a_run_that_was_not_tested_is_named(tmp_path):
+def test_evaluations_bench_names_run_without_test_result(tmp_path):
     with pytest.raises(UserError, match="nestrec eval"):
         evaluation_rows([tmp_path])

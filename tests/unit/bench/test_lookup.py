@@ -2,11 +2,11 @@ import torch
 
 from nestrec.ops.embedding.row_update import RowRule
 from nestrec_bench.kernels.kernel_timing import PATHS, TorchTable
-from nestrec_bench.kernels.lookup_bench import LookupBench, learn, measure_lookup
+from nestrec_bench.kernels.lookup_bench import LookupBenchConfig, learn, measure_lookup
 
 
-def test_rows_are_read_and_trained_beside_plain_torch():
-    bench = LookupBench(num_rows=500, dim=8, num_keys=(200,), zipf=(0.0, 1.05), rounds=1, device="cpu")
+def test_lookup_bench_compares_nestrec_with_torch():
+    bench = LookupBenchConfig(num_rows=500, dim=8, num_keys=(200,), zipf=(0.0, 1.05), rounds=1, device="cpu")
     rows = list(measure_lookup(bench))
     required = {"op", "store", "keys", "dim", "dtype", "gb_per_s", "copy_gb_per_s"}
     assert all(required <= set(row) for row in rows)
@@ -16,7 +16,7 @@ def test_rows_are_read_and_trained_beside_plain_torch():
     assert learned[0]["identical_repeats"] == 20
 
 
-def test_every_way_of_plain_torch_trains_the_same_rows():
+def test_lookup_bench_torch_variants_train_same_rows():
     torch.manual_seed(0)
     keys = torch.randint(0, 30, (200,))
     grad = torch.randn(200, 8)

@@ -1,4 +1,4 @@
-"""The benchmark of negatives, small and on a CPU: its rows, and that every variant computed the same loss."""
+"""Negatives benchmark on a CPU: rows of all loss variants, and byte counts."""
 
 import json
 
@@ -11,7 +11,7 @@ SMALL = {"negatives": "3,5", "lookups": "full,float16", "batch": 2, "length": 6,
          "num_heads": 2, "num_items": 50, "warm_up": 1, "steps": 2, "rounds": 2, "device": "cpu"}  # fmt: skip
 
 
-def test_rows_of_every_variant_hold_what_the_frame_promises(tmp_path):
+def test_negatives_bench_rows_of_all_loss_variants(tmp_path):
     options = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
     found = CliRunner().invoke(app, ["negatives", *options, "--json", str(tmp_path / "n.json")])
     assert found.exit_code == 0, found.output
@@ -25,7 +25,7 @@ def test_rows_of_every_variant_hold_what_the_frame_promises(tmp_path):
     assert [row["bus_floor_ms"] >= 0 for row in rows if row["variant"] == "offload"] == 4 * [True]
 
 
-def test_ranks_move_half_the_bytes_of_negatives_in_half_precision():
+def test_negatives_bench_half_precision_halves_bytes():
     rows = list(measure_bytes(2, tokens=20, dim=4, num_items=500, negatives=(8,)))
     assert [row["lookup"] for row in rows] == ["full", "float16"]
     assert rows[0]["sent_bytes"] > 0

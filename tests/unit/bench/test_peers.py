@@ -1,4 +1,4 @@
-"""The job that systems are compared on, and the arithmetic of the comparison."""
+"""Tests of the workload of the comparison with TorchRec, the job of nestrec, and the computed ratios."""
 
 import sys
 from pathlib import Path
@@ -11,7 +11,7 @@ from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.report.result_file import make_frame
 from nestrec_bench.external.external_bench import (
-    PeersBench,
+    PeersBenchConfig,
     find_python,
     measure_peers,
     rows_of,
@@ -24,20 +24,20 @@ from nestrec_bench.external.training_job import DENSE_LEARNING_RATE, ROW_EPS, RO
 SMALL = WorkloadConfig(num_rows=500, batch=10, mean_length=6.0, max_length=16, dim=8)
 
 
-def test_the_batches_are_those_that_published_figures_were_measured_on():
+def test_peers_bench_batches_are_unchanged():
     assert PeersWorkload(WorkloadConfig()).fingerprint() == "1b72c0b1d6052832"
 
 
-def test_first_rows_do_not_depend_on_how_a_table_is_cut():
+def test_peers_initial_rows_do_not_depend_on_sharding():
     workload = PeersWorkload(WorkloadConfig(num_rows=200_000, dim=2))
-    whole = workload.first_rows(1, 0, 200_000)
+    unsharded = workload.first_rows(1, 0, 200_000)
     parts = [workload.first_rows(1, a, b) for a, b in ((0, 70_000), (70_000, 70_001), (70_001, 200_000))]
-    assert torch.equal(torch.cat(parts), whole)
-    assert not torch.equal(workload.first_rows(0, 0, 9), whole[:9])
+    assert torch.equal(torch.cat(parts), unsharded)
+    assert not torch.equal(workload.first_rows(0, 0, 9), unsharded[:9])
 
 
-def plain_losses(workload, batches, dense, num_steps):
-    """The job in plain torch, with whole tables and row-wise AdaGrad written out."""
+def reference_losses(workload, batches, dense, num_steps):
+    """Train the job in PyTorch, with unsharded tables and explicit row-wise AdaGrad, and return the losses."""
     model = DensePart(workload.cfg, dense)
     adam = torch.optim.Adam(model.parameters(), lr=DENSE_LEARNING_RATE)
     weights = [workload.first_rows(t, 0, workload.cfg.num_rows) for t in range(2)]
@@ -60,16 +60,16 @@ def plain_losses(workload, batches, dense, num_steps):
 
 
 @pytest.mark.parametrize("dense", ["mlp", "bucket"])
-def test_our_losses_are_those_of_plain_torch(dense):
+def test_peers_losses_equal_pytorch_reference(dense):
     workload = PeersWorkload(SMALL)
     batches = [workload.batch(0, step) for step in range(3)]
     job = NestrecJob(workload, batches, dense, Topology.single())
     for _ in range(6):
         job.step()
     found = torch.stack(job.losses).tolist()
-    assert found == pytest.approx(plain_losses(workload, batches, dense, 6), abs=2e-6)
+    assert found == pytest.approx(reference_losses(workload, batches, dense, 6), abs=2e-6)
     assert len(set(found)) == 6
-    assert {"embedding.route", "compute", "embedding.write_back"} <= job.parts_ms().keys()
+    assert {"embedding.exchange_keys", "forward_backward", "embedding.write_back"} <= job.parts_ms().keys()
 
 
 def system_of(name, rates):
@@ -84,7 +84,7 @@ def system_of(name, rates):
     }
 
 
-def test_ratios_are_taken_within_rounds():
+def test_peers_ratios_are_computed_within_rounds():
     ours, theirs = rows_of("mlp", [system_of("nestrec", [30.0, 20.0, 90.0]), system_of("other", [10.0, 10.0, 60.0])])
     assert (ours["ratio"], ours["paired_ratio"]) == (1.0, 1.0)
     assert theirs["ratio"] == 3.0
@@ -94,14 +94,14 @@ def test_ratios_are_taken_within_rounds():
     assert [row["system"] for row in short_rows([ours, theirs])] == ["nestrec m", "other m"]
 
 
-@pytest.mark.parametrize("wrong", [{"dense": ("mpl",)}, {"modes": ("plane",)}, {"rounds": 0}, {"steps": -1}])
-def test_what_cannot_be_measured_is_named(wrong):
-    with pytest.raises(UserError) as caught:
-        list(measure_peers(PeersBench(**wrong)))
-    assert caught.value.field.startswith(next(iter(wrong)))
+@pytest.mark.parametrize("options", [{"dense": ("mpl",)}, {"modes": ("plane",)}, {"rounds": 0}, {"steps": -1}])
+def test_peers_bench_rejects_invalid_options(options):
+    with pytest.raises(UserError) as error:
+        list(measure_peers(PeersBenchConfig(**options)))
+    assert error.value.option.startswith(next(iter(options)))
 
 
-def test_a_python_without_torchrec_is_refused():
+def test_peers_bench_rejects_python_without_torchrec():
     without = Path(sys.executable)
     if find_python(None) == without:
         pytest.skip("TorchRec is installed here")
@@ -109,8 +109,8 @@ def test_a_python_without_torchrec_is_refused():
         find_python(without)
 
 
-def test_a_page_keeps_what_people_wrote_around_its_tables(tmp_path):
-    rows = rows_of("mlp", [system_of("nestrec", [30.0]) | {"parts_ms": {"embedding.route": [2.0]}}])
+def test_peers_page_keeps_text_around_tables(tmp_path):
+    rows = rows_of("mlp", [system_of("nestrec", [30.0]) | {"parts_ms": {"embedding.exchange_keys": [2.0]}}])
     frame = make_frame(bench="peers", command="nestrec bench peers", rows=rows)
     page = tmp_path / "page.md"
     write_page(page, frame)
@@ -118,4 +118,4 @@ def test_a_page_keeps_what_people_wrote_around_its_tables(tmp_path):
     before = page.read_text()
     write_page(page, frame)
     assert page.read_text() == before
-    assert "| part | ms |\n| --- | --- |\n| embedding.route | 2.00 |" in before
+    assert "| part | ms |\n| --- | --- |\n| embedding.exchange_keys | 2.00 |" in before

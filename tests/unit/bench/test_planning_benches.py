@@ -1,4 +1,4 @@
-"""The small benches of the planner: the simulator's own speed, papers, calibration."""
+"""Benchmarks of the planner: simulator speed, comparison with papers, calibration."""
 
 import json
 
@@ -8,19 +8,19 @@ from typer.testing import CliRunner
 from nestrec.cli.app import app
 from nestrec.distributed import Topology
 from nestrec_bench.harness.background_load import BackgroundLoadMeter
-from nestrec_bench.planning.calibrate_bench import CalibrateBench, calibrate
+from nestrec_bench.planning.calibrate_bench import CalibrateBenchConfig, calibrate
 from nestrec_bench.planning.simulator_bench import simulate_once
 from nestrec_bench.schedules.schedules_job import JobConfig
 
 
 @pytest.mark.parametrize("schedule", ["serial", "nested", "priority"])
-def test_a_simulation_reports_its_time_and_memory(schedule):
+def test_simulator_bench_reports_time_and_memory(schedule):
     found = simulate_once(schedule, 64, 6, 4, 2)
     assert found["stages"] > 0
     assert 0 < found["peak_gib"] < 4
 
 
-def test_papers_print_rows_and_assumptions(tmp_path):
+def test_papers_bench_writes_rows_and_assumptions(tmp_path):
     result = CliRunner().invoke(app, ["bench", "papers", "2d", "--json", str(tmp_path / "2d.json")])
     assert result.exit_code == 0, result.output
     frame = json.loads((tmp_path / "2d.json").read_text())
@@ -28,15 +28,15 @@ def test_papers_print_rows_and_assumptions(tmp_path):
     assert frame["assumptions"]
 
 
-def test_other_load_is_seen_by_one_rank_too():
+def test_background_load_meter_works_with_one_rank():
     load = BackgroundLoadMeter(Topology.single())
     sum(range(2_000_000))
     assert load.cores() > -1.0
 
 
 @pytest.mark.slow
-def test_calibration_measures_every_operation():
-    small = CalibrateBench(
+def test_calibrate_bench_measures_every_operation():
+    small = CalibrateBenchConfig(
         samples=(16, 48),
         steps=4,
         lengths=(8, 32),
@@ -47,6 +47,6 @@ def test_calibration_measures_every_operation():
     )
     rows, profile = calibrate(small)
     assert {"deduplicate", "fetch, dram", "compute", "host copy"} <= {row["operation"] for row in rows}
-    # which part of a time is for each call and which for each operation, a busy machine may hide
+    # On a busy machine, the division into fixed and proportional costs is not reliable.
     assert profile.compute.fixed_s + profile.compute.flop_s * 1e6 > 0
     assert profile.dram.fetch.of(1e6) > 0

@@ -1,4 +1,4 @@
-"""The fit of `nestrec bench prediction` finds what made the times, and so predicts schedules that it has not seen."""
+"""Prediction benchmark: a fit to serial runs of a known cost model predicts the times of other schedules."""
 
 import numpy as np
 import pytest
@@ -11,12 +11,12 @@ from nestrec.planning.simulator.rehearsal import rehearse
 from nestrec.planning.simulator.shared_cores import Hosts, replay_shared
 from nestrec.planning.simulator.step_costs import StepCosts
 from nestrec_bench.planning import prediction_bench
-from nestrec_bench.planning.prediction_bench import PredictionBench, predict, predict_rows
+from nestrec_bench.planning.prediction_bench import PredictionBenchConfig, predict, predict_rows
 from nestrec_bench.planning.prediction_job import Bed, from_plain_bed, make_bed_batches, to_plain_bed
 from nestrec_bench.planning.shared_fit import StageObservations, stage_times
 from nestrec_bench.schedules.schedules_job import JobConfig
 
-BENCH = PredictionBench(
+BENCH = PredictionBenchConfig(
     ranks=(2,),
     link_mbit=(8.0, 24.0),
     lengths=("skewed",),
@@ -39,18 +39,18 @@ TRUTH = Profile(
 )
 
 
-def made_up(bench, cores):
-    """What `measure_beds` would give on a machine that behaves exactly as the model says."""
+def simulated_measurements(bench, cores):
+    """Return the result of `measure_beds` on a machine that behaves exactly as the cost model."""
     found = {}
     for bed in bench.beds():
         found[bed] = [
-            {"entry": entry, "rounds": [a_round(bench, bed, entry, cores, first) for first in (1, 6)]}
+            {"entry": entry, "rounds": [simulated_round(bench, bed, entry, cores, first) for first in (1, 6)]}
             for entry in bench.entries()
         ]
     return found
 
 
-def a_round(bench, bed, entry, cores, first):
+def simulated_round(bench, bed, entry, cores, first):
     loads = prediction_bench._loads(bed, entry, bench.options())
     program = rehearse(PipelineConfig(schedule=entry.schedule), micro_batches=entry.micro_batches, steps=bench.steps)
     mesh = Mesh(1, bed.ranks)
@@ -65,23 +65,23 @@ def a_round(bench, bed, entry, cores, first):
     return {"first": first, "ms": {"step": float(done.step_s().max()) * 1e3}, "stages": stages}
 
 
-def test_schedules_are_predicted_from_serial_runs_alone(monkeypatch):
+def test_prediction_bench_fits_to_serial_runs_only(monkeypatch):
     monkeypatch.setattr(prediction_bench, "usable_cores", lambda: 8)
-    rows, summary = predict(BENCH, made_up(BENCH, 8))
+    rows, summary = predict(BENCH, simulated_measurements(BENCH, 8))
     assert {row["schedule"] for row in rows if row["used_to_fit"]} == {"serial"}
     assert summary["tested"] == 8
     assert summary["median_error"] < 0.03
     assert summary["is_within"]
 
 
-def test_ranks_without_a_core_each_cannot_fit(monkeypatch):
+def test_prediction_bench_requires_core_per_rank_for_fit(monkeypatch):
     monkeypatch.setattr(prediction_bench, "usable_cores", lambda: 1)
-    with pytest.raises(UserError, match="core for each rank"):
-        predict(BENCH, made_up(BENCH, 8))
+    with pytest.raises(UserError, match="each number of ranks exceeds the 1 usable cores"):
+        predict(BENCH, simulated_measurements(BENCH, 8))
 
 
-def test_measurements_survive_a_file():
-    bench = PredictionBench(
+def test_prediction_bench_measurements_round_trip_json():
+    bench = PredictionBenchConfig(
         ranks=(2,),
         link_mbit=(100.0,),
         lengths=("even",),
@@ -91,23 +91,23 @@ def test_measurements_survive_a_file():
         emulated=True,
         job=BENCH.job,
     )
-    (measured,) = made_up(bench, 8).values()
+    (measured,) = simulated_measurements(bench, 8).values()
     assert from_plain_bed(to_plain_bed(measured)) == measured
 
 
 @pytest.mark.parametrize("shape", ["even", "skewed"])
-def test_batches_of_a_bed_are_pure_and_have_the_same_samples(shape):
+def test_prediction_bench_batches_are_deterministic(shape):
     bed = Bed(ranks=2, link_mbit=1.0, lengths=shape)
     first, again = (make_bed_batches(bed, 4, BENCH.options(), 1) for _ in range(2))
     for one, other in zip(first, again, strict=True):
-        for mine, theirs in zip(one.micro_batches, other.micro_batches, strict=True):
-            np.testing.assert_array_equal(mine.keys["items"], theirs.keys["items"])
+        for left, right in zip(one.micro_batches, other.micro_batches, strict=True):
+            np.testing.assert_array_equal(left.keys["items"], right.keys["items"])
     assert len(first[0].tokens) == BENCH.job.samples
     lengths = [part.max_length for part in first[0].micro_batches]
     assert (len(set(lengths)) == 1) == (shape == "even")
 
 
-def test_rows_of_a_result_file_are_predicted_from_their_serial_twin():
+def test_prediction_bench_predicts_rows_from_serial():
     serial = {"schedule": "serial", "ranks": 2, "micro_batches": 4, "window_cache": False, "link_mbit": 1.0,
               "step_ms": 19.0, "compute_ms": 10.0, "idle_ms": 0.0, "raw_comm_ms": 6.0,
               "raw_lookup_ms": 3.0}  # fmt: skip
@@ -115,5 +115,5 @@ def test_rows_of_a_result_file_are_predicted_from_their_serial_twin():
     rows, summary = predict_rows([serial, nested])
     assert rows[0]["predicted_ms"] == pytest.approx(10.0 + 6.0 / 4, rel=0.02)
     assert summary["tested"] == 1
-    with pytest.raises(UserError, match="nothing to predict"):
+    with pytest.raises(UserError, match="do not contain serial and other schedules"):
         predict_rows([nested])

@@ -8,7 +8,7 @@ import pytest
 from nestrec_bench.quality.prepare_bench import measure_prepare
 
 
-def test_a_small_log_is_measured_in_a_fresh_process(tmp_path: Path) -> None:
+def test_prepare_bench_measures_new_process(tmp_path: Path) -> None:
     rows = measure_prepare([50_000], output=tmp_path / "prepare.json", command="nestrec bench prepare", num_items=1000)
     assert rows == json.loads((tmp_path / "prepare.json").read_text())["rows"]
     assert rows[0]["events"] > 30_000
@@ -17,7 +17,7 @@ def test_a_small_log_is_measured_in_a_fresh_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ten_million_events_stay_below_one_and_a_half_gibibytes_and_four_times_as_many_need_little_more() -> None:
+def test_prepare_bench_memory_is_flat() -> None:
     small, large = measure_prepare([10_000_000, 40_000_000])
     print(small, large)
     assert small["events"] > 9_500_000

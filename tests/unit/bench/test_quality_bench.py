@@ -1,4 +1,4 @@
-"""`nestrec bench quality`: from run folders to a result file and a page."""
+"""Quality benchmark: from run folders to a result file and a page."""
 
 import json
 import sys
@@ -20,7 +20,7 @@ def write_runs(folder: Path) -> Path:
     return folder
 
 
-def test_the_command_writes_the_result_file_and_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quality_bench_writes_result_file_and_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = write_runs(tmp_path / "runs")
     result = tmp_path / "out" / "quality.json"
     page = tmp_path / "quality.md"
@@ -35,7 +35,7 @@ def test_the_command_writes_the_result_file_and_the_page(tmp_path: Path, monkeyp
     assert f"| hstu | sasrec | {frame['rows'][0]['dataset']} |" in page.read_text()
 
 
-def test_the_frame_names_the_machine_of_the_runs_not_this_one(tmp_path: Path) -> None:
+def test_quality_bench_names_machine_of_runs(tmp_path: Path) -> None:
     runs = write_runs(tmp_path)
     versions = {**make_versions(), "device": "NVIDIA H200", "cpu_count": 16}
     for run in runs.iterdir():
@@ -46,8 +46,8 @@ def test_the_frame_names_the_machine_of_the_runs_not_this_one(tmp_path: Path) ->
     assert trained_on(sorted(runs.iterdir()))["device"] == ["cpu", "NVIDIA H200"]
 
 
-def test_what_is_no_run_and_no_pair_is_named(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="holds no run"):
+def test_quality_bench_rejects_invalid_runs_and_pairs(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="the folder does not contain a run"):
         quality_frame([tmp_path], [], command="c")
-    with pytest.raises(UserError, match="no pair"):
+    with pytest.raises(UserError, match="expected two recipes"):
         parse_pair("hstu")

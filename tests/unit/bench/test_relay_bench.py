@@ -1,4 +1,4 @@
-"""The bench of the relay measures what it says, on a tiny model."""
+"""Relay benchmark on a tiny model."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,9 +17,9 @@ from nestrec_bench.pages.relay_page import write_page
 from nestrec_bench.serving.relay_bench import Sweep, measure_relay
 from nestrec_bench.serving.relay_http import _Longest, measure_over_http
 from nestrec_bench.serving.relay_modes import ABLATIONS, MODES, RequestCosts
-from nestrec_bench.serving.relay_setup import RelayBed, RelayBench
+from nestrec_bench.serving.relay_setup import RelayBed, RelayBenchConfig
 
-BENCH = RelayBench(
+BENCH = RelayBenchConfig(
     encoder=HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=64, time_bias=True),
     history=(24,),
     candidates=(4,),
@@ -32,10 +32,10 @@ BENCH = RelayBench(
 )
 SOURCES = {
     "full": {"none"},
-    "dram_fetch": {"none", "dram"},
+    "dram_fetch": {"none", "host"},
     "relay": {"none", "device"},
-    "reactive": {"none", "device", "dram"},
-    "no_affinity": {"none", "device", "dram"},
+    "reactive": {"none", "device", "host"},
+    "no_affinity": {"none", "device", "host"},
 }
 
 
@@ -45,26 +45,26 @@ def bed():
 
 
 @pytest.mark.parametrize("name", SOURCES)
-def test_each_mode_takes_prefixes_from_its_tiers_only(bed, name):
+def test_relay_bench_modes_use_their_cache_tiers(bed, name):
     mode = {**MODES, **ABLATIONS}[name]
     outcome = bed.trial(mode, bed.load(24, 4, 0.8), 80.0, 0.01)
     counts = outcome.counts
-    assert outcome.trial.num_refused == 0
+    assert outcome.trial.num_rejected == 0
     assert outcome.parts["run_p50_ms"] >= 0
     assert 0 < outcome.parts["device_share"] < 1
-    used = {source for source in ("none", "device", "dram") if counts.get(f"rank_{source}")}
+    used = {source for source in ("none", "device", "host") if counts.get(f"rank_{source}")}
     assert used <= SOURCES[name]
     assert name != "relay" or "device" in used
-    assert name != "no_affinity" or counts["rank_none"] > 5, "half of the requests went astray"
+    assert name != "no_affinity" or counts["rank_none"] > 5, "half of the requests reach the other instance"
 
 
-def test_every_mode_gives_a_row():
+def test_relay_bench_has_row_per_mode():
     rows = list(measure_relay(replace(BENCH, slo_factor=1e-6, factor=100.0)))
     assert [row["mode"] for row in rows] == list(MODES)
-    assert all(row["max_qps"] == 0 for row in rows), "nothing is served within a nanosecond"
+    assert all(row["max_qps"] == 0 for row in rows), "no request meets an SLO of a nanosecond"
 
 
-def test_users_return_with_more_events_and_only_recent_ones():
+def test_relay_load_returning_users_are_recent_with_new_events():
     load = RelayLoad(history=10, candidates=3, returning=0.5, new_events=2, recent_users=8, pause_s=0.1)
     at_s = np.arange(400) * 0.01
     visits = load.visits(at_s)
@@ -72,7 +72,7 @@ def test_users_return_with_more_events_and_only_recent_ones():
     latest = {}
     for number, (user, visit) in enumerate(visits):
         assert visit == 0 if user == number else visit > 0
-        assert user == number or 10 <= number - latest[user] <= 18 + 10, "neither before the answer nor much later"
+        assert user == number or 10 <= number - latest[user] <= 18 + 10, "neither before the response nor much later"
         latest[user] = number
     assert 0.4 < sum(visit > 0 for _, visit in visits) / 400 < 0.6
     for user in (7, 140, 100_000):
@@ -82,20 +82,20 @@ def test_users_return_with_more_events_and_only_recent_ones():
         assert (second.times_ms[:10] == first.times_ms).all()
 
 
-def test_bounds_follow_from_the_costs():
+def test_relay_bench_rate_bounds_follow_from_costs():
     costs = RequestCosts(full_ms=10.0, prefix_ms=8.0, rank_ms=2.0, extend_ms=0.5, reload_ms=40.0, prefix_mb=1.0)
     assert costs.bound_qps(MODES["full"], 0.5) == 100.0
     assert costs.bound_qps(MODES["relay"], 0.0) == 100.0
     assert costs.bound_qps(MODES["relay"], 1.0) == 400.0
-    assert costs.bound_qps(MODES["dram_fetch"], 0.5) == 50.0, "the link is what bounds it"
+    assert costs.bound_qps(MODES["dram_fetch"], 0.5) == 50.0, "the link is the bottleneck"
 
 
-def test_an_unknown_mode_is_named():
+def test_relay_bench_rejects_unknown_mode():
     with pytest.raises(UserError, match="rely"):
         list(measure_relay(replace(BENCH, modes=("rely",))))
 
 
-def test_the_page_draws_p99_over_load_and_holds_the_tables(tmp_path):
+def test_relay_bench_page_shows_p99_and_tables(tmp_path):
     size = {"mode": "relay", "history": 10, "candidates": 4, "returning": 0.0, "slo_ms": 9.0}
     points = [
         {**size, "load": load, "rate": load, "p50_ms": 1.0, "p99_ms": p99, "refused": 0}
@@ -109,12 +109,12 @@ def test_the_page_draws_p99_over_load_and_holds_the_tables(tmp_path):
     write_page(tmp_path / "relay.html", make_frame(bench="relay", command="nestrec bench relay", rows=rows))
     page = (tmp_path / "relay.html").read_text()
     assert "P99, ms: 10 events, 4 candidates" in page
-    assert "relay, 60% return" in page, "of what was tried over HTTP"
+    assert "relay, 60% return" in page, "from the rates tried over HTTP"
     assert page.count("<svg") == 2
     assert page.count("<table") == 2
 
 
-def test_users_of_mixed_lengths_keep_theirs_and_rows_say_where_they_were_measured():
+def test_relay_bench_mixed_history_lengths():
     load = RelayLoad(history=24, candidates=4, returning=0.0, lengths=(4, 9, 24))
     lengths = [len(bank_of(0).request(load, user, 0)[0]) for user in range(60)]
     assert set(lengths) == {4, 9, 24}
@@ -123,15 +123,15 @@ def test_users_of_mixed_lengths_keep_theirs_and_rows_say_where_they_were_measure
     assert (row["in_process"], row["biases"], row["lengths"]) == (True, "position and time", [4, 24])
 
 
-def test_every_slo_is_measured_at_every_size_and_share():
+def test_relay_bench_measures_every_slo_and_size():
     rows = list(measure_relay(replace(BENCH, modes=("full",), slo_factor=1e-6, more_slo_factors=(2e-6,), factor=100.0,
                                       returning=(0.0, 0.5))))  # fmt: skip
     assert [row["returning"] for row in rows] == [0.0, 0.5] * 2
     assert len({row["slo_ms"] for row in rows}) <= 2
 
 
-def test_a_search_that_takes_too_long_ends_with_a_row():
-    """Nothing is fast enough, and a trial of so few requests a second would take minutes."""
+def test_relay_bench_long_search_ends_with_row():
+    """No rate meets the SLO, and a trial at the next lower rate would take minutes."""
     cfg = replace(BENCH, modes=("full",), slo_factor=1e-6, fewest=10**6, search_s=0.4, factor=1.01)
     (row,) = measure_relay(cfg)
     assert row["max_qps"] == 0
@@ -140,7 +140,7 @@ def test_a_search_that_takes_too_long_ends_with_a_row():
 
 @pytest.mark.parametrize(("carried", "tried", "found"), [(100.0, [100.0], 100.0), (96.0, [95.0, 100.0], 95.0),
                                                          (90.0, [95.0, 100.0], 0.0)])  # fmt: skip
-def test_a_sweep_asks_only_whether_a_mode_carries_what_the_first_one_does(carried, tried, found):
+def test_relay_bench_sweep_compares_with_first_mode(carried, tried, found):
     def trial(_mode, _load, rate, _budget_ms):
         latency_ms = np.full(200, 1.0 if rate <= carried else 9.0)
         return RelayOutcome(trial=Trial(rate, latency_ms, 0.0, 1.0), counts={}, parts={})
@@ -152,12 +152,12 @@ def test_a_sweep_asks_only_whether_a_mode_carries_what_the_first_one_does(carrie
     assert ([one["rate"] for one in row["tried"]], row["max_qps"]) == (tried, found)
 
 
-def test_where_searches_begin_is_told_for_each_share_of_returning_users():
-    with pytest.raises(UserError, match=r"starts=\(1\.0, 2\.0\): is not one for each"):
+def test_relay_bench_search_start_per_returning_fraction():
+    with pytest.raises(UserError, match=r"starts=\(1\.0, 2\.0\): expected one value per fraction of returning users"):
         list(measure_over_http(replace(BENCH, model="none", modes=("full",), starts=(1.0, 2.0))))
 
 
-def test_the_longest_history_is_looked_for_at_half_the_largest_rate_of_the_first_mode(tmp_path):
+def test_relay_bench_longest_history_search_rate(tmp_path):
     write_servable(random_ranking(replace(BENCH.encoder, max_length=1024), num_items=50), tmp_path / "model")
     bench = replace(BENCH, model=str(tmp_path / "model"), longest=True, rounds=1)
     rates = []
@@ -177,13 +177,13 @@ def test_the_longest_history_is_looked_for_at_half_the_largest_rate_of_the_first
     assert 100 / 1.2 <= full["longest_history"] <= 100
     assert 300 / 1.2 <= relay["longest_history"] <= 300
     assert relay["of_first_mode"] == round(relay["longest_history"] / full["longest_history"], 3)
-    assert not list(longest.rows(bed("full", 100), 5.0, 0.0)), "where nothing is carried"
+    assert not list(longest.rows(bed("full", 100), 5.0, 0.0)), "without a largest rate, there is no search"
     assert not list(_Longest(replace(bench, longest=False), ((24,), 4)).rows(bed("full", 100), 5.0, 80.0))
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_an_exported_model_is_measured_over_http_with_its_front_and_router(tmp_path):
+def test_relay_bench_measures_exported_model_over_http(tmp_path):
     encoder = replace(BENCH.encoder, max_length=128)
     write_servable(random_ranking(encoder, num_items=50), tmp_path / "model")
     bench = replace(BENCH, model=str(tmp_path / "model"), lengths=(4, 40), slo_factor=1e4, duration_s=1.5, fewest=5,
@@ -200,5 +200,5 @@ def test_an_exported_model_is_measured_over_http_with_its_front_and_router(tmp_p
     assert 0.0 < full["alone_parts_ms"]["device"] < full["full_p50_ms"]
     assert full["hit_rate"] == 0.0
     assert full["admitted"] is None
-    assert relay["admitted"] is None, "nobody is at risk, so no history was sent ahead"
-    assert relay["hit_rate"] > 0.0, "of those who return"
+    assert relay["admitted"] is None, "no user is at risk, so no history was sent ahead"
+    assert relay["hit_rate"] > 0.0, "returning users have a cached prefix"

@@ -1,4 +1,4 @@
-"""The bench of schedules: real links hold back what they should and leave nothing behind; rows tell the whole step."""
+"""Schedules benchmark: real and emulated links, removal of network namespaces, and parts of a step."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec_bench.harness.delayed_engine import Pace
 from nestrec_bench.harness.links import can_limit, limited_links
-from nestrec_bench.schedules.schedules_bench import SchedulesBench, measure_schedules
+from nestrec_bench.schedules.schedules_bench import SchedulesBenchConfig, measure_schedules
 from nestrec_bench.schedules.schedules_job import TABLE, JobConfig, make_engine
 
 needs_links = pytest.mark.skipif(not can_limit(), reason="network namespaces need root, ip and tc")
@@ -34,30 +34,30 @@ DESIGN_FIELDS = [
 ]
 
 
-def left_behind() -> list[str]:
+def remaining_links() -> list[str]:
     commands = ["ip", "netns"], ["ip", "link"]
-    listed = [subprocess.run(c, capture_output=True, text=True, check=True).stdout for c in commands]
+    outputs = [subprocess.run(c, capture_output=True, text=True, check=True).stdout for c in commands]
     tag = f"{os.getpid():x}"
-    return [line for text in listed for line in text.splitlines() if f"nestrec-{tag}-" in line or f"nr{tag}" in line]
+    return [line for text in outputs for line in text.splitlines() if f"nestrec-{tag}-" in line or f"nr{tag}" in line]
 
 
 def fail_inside_links() -> None:
     with limited_links(2, 100.0) as links:
         assert len(links.namespaces) == 2
-        assert left_behind()
+        assert remaining_links()
         raise RuntimeError("inside")
 
 
 @needs_links
-def test_links_are_removed_after_an_error():
+def test_limited_links_are_removed_after_error():
     with pytest.raises(RuntimeError, match="inside"):
         fail_inside_links()
-    assert not left_behind()
+    assert not remaining_links()
 
 
 @pytest.mark.parametrize("emulated", [pytest.param(False, marks=needs_links), True])
-def test_rows_hold_the_fields_of_the_design_and_parts_add_up_to_the_step(emulated):
-    bench = SchedulesBench(
+def test_schedules_bench_parts_add_up_to_step(emulated):
+    bench = SchedulesBenchConfig(
         link_mbit=1000.0,
         micro_batches=(2,),
         rounds=1,
@@ -80,11 +80,11 @@ def test_rows_hold_the_fields_of_the_design_and_parts_add_up_to_the_step(emulate
         assert row["max_abs_diff"] == 0
         parts = row["compute_ms"] + row["exposed_lookup_ms"] + row["exposed_comm_ms"] + row["idle_ms"]
         assert parts == pytest.approx(row["step_ms"], abs=0.01)
-    assert not can_limit() or not left_behind()
+    assert not can_limit() or not remaining_links()
 
 
-def test_one_process_stands_for_a_rank_of_an_emulated_fabric():
-    bench = SchedulesBench(
+def test_schedules_bench_emulates_fabric_in_one_process():
+    bench = SchedulesBenchConfig(
         fabric_ranks=4,
         link_mbit=50.0,
         micro_batches=(2,),
@@ -96,12 +96,12 @@ def test_one_process_stands_for_a_rank_of_an_emulated_fabric():
     )
     rows = measure_schedules(bench)
     assert all(row["link"] == "emulated" and row["ranks"] == 4 and row["max_abs_diff"] == 0 for row in rows)
-    for row in rows:  # bytes of three ranks in four cross, each way
+    for row in rows:  # three of four ranks are remote, so their bytes use the link each way
         assert row["raw_comm_ms"] >= row["sent_mb"] * 8 / 50.0 * 1e3
 
 
-def test_an_emulated_lookup_is_hidden_by_schedules_that_hide_lookups():
-    bench = SchedulesBench(
+def test_schedules_bench_hides_emulated_lookup():
+    bench = SchedulesBenchConfig(
         fabric_ranks=2,
         link_mbit=1e5,
         lookup_share=30.0,
@@ -117,25 +117,25 @@ def test_an_emulated_lookup_is_hidden_by_schedules_that_hide_lookups():
     added_ms = rows["serial"]["emulated_lookup_ms"]
     assert added_ms > 0
     serial = rows["serial"]
-    assert serial["exposed_lookup_ms"] == serial["raw_lookup_ms"] >= added_ms, "nothing is hidden"
+    assert serial["exposed_lookup_ms"] == serial["raw_lookup_ms"] >= added_ms, "serial hides nothing"
     assert serial["max_abs_diff"] is None
     for name in ("stale", "dual_buffer"):  # the longest lane remains: reading and writing, 55% of it
         assert rows[name]["raw_lookup_ms"] >= added_ms
         assert rows[name]["exposed_lookup_ms"] < 0.8 * rows[name]["raw_lookup_ms"], (
-            "of the same moments, on any machine"
+            "both are measured in the same steps, so that the ratio holds on any machine"
         )
 
 
-def test_a_gpu_needs_a_fabric():
+def test_schedules_bench_on_gpu_requires_fabric():
     with pytest.raises(UserError, match="fabric_ranks"):
-        measure_schedules(SchedulesBench(device="cuda"))
+        measure_schedules(SchedulesBenchConfig(device="cuda"))
 
 
-def test_a_filled_table_begins_with_the_rows_of_first_uses():
+def test_schedules_bench_filled_table_has_initial_rows():
     filled, used = (
         make_engine(replace(SMALL, is_filled=is_filled, optimizer="adagrad"), Topology.single(), Pace())
         for is_filled in (True, False)
     )
     routed = used.route({TABLE: np.arange(2000)})
-    used.fetch(routed, step=1)
+    used.fetch_rows(routed, step=1)
     assert filled.digest(TABLE) == used.digest(TABLE)

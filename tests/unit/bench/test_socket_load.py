@@ -1,4 +1,4 @@
-"""The lean load generator against small servers that do what they are told."""
+"""Tests of the load generator on plain sockets with small scripted servers."""
 
 import contextlib
 import socket
@@ -12,15 +12,15 @@ from nestrec_bench.load_test.socket_load import SocketLoad, post
 
 
 @contextlib.contextmanager
-def serving(answer):
-    """A server whose connections each run answer(socket, number of the request on it) for every request."""
+def serving(respond):
+    """Run a server that calls respond(socket, number of the request on this connection) for every request."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=64)
 
     def serve(connection):
         with connection, contextlib.suppress(OSError):
             number = 0
             while connection.recv(65536):
-                if answer(connection, number) is False:
+                if respond(connection, number) is False:
                     return
                 number += 1
 
@@ -43,68 +43,69 @@ def reply(connection, status=b"200 OK", body=b"{}", head=b""):
 
 
 @pytest.mark.parametrize("polls", [False, True])
-def test_requests_leave_at_their_moments_and_whole_answers_are_read(polls):
-    def answer(connection, _):
+def test_socket_load_sends_on_schedule_and_reads_responses(polls):
+    def respond(connection, _):
         connection.sendall(b"HTTP/1.1 200 OK\r\ncontent-le")
-        time.sleep(0.005)  # pieces of their own: there is no clock to inject into the kernel
+        time.sleep(0.005)  # separate packets; a clock cannot be injected into the kernel
         connection.sendall(b"ngth: 4\r\n\r\nab")
         time.sleep(0.005)
         connection.sendall(b"cd")
 
     at_s = np.linspace(0.0, 0.1, 21)
-    with serving(answer) as port:
+    with serving(respond) as port:
         outcome = SocketLoad(port, polls=polls).run(at_s, [post("/", b"{}")] * 21)
     assert (outcome.status == 200).all()
     assert (outcome.sent_s >= at_s).all()
     assert (outcome.ended_s - outcome.sent_s >= 0.009).all()
 
 
-def test_a_stall_of_one_connection_holds_nobody_else_back():
-    asked = []
-    have_others_asked = threading.Event()
+def test_socket_load_stall_does_not_block_others():
+    connections = []
+    others_received = threading.Event()
 
-    def answer(connection, _):
-        asked.append(connection)
-        if len(asked) == 1:
-            have_others_asked.wait(20.0)
-        elif len(asked) == 4:
-            have_others_asked.set()
+    def respond(connection, _):
+        connections.append(connection)
+        if len(connections) == 1:
+            others_received.wait(20.0)
+        elif len(connections) == 4:
+            others_received.set()
         reply(connection)
 
-    with serving(answer) as port:
+    with serving(respond) as port:
         outcome = SocketLoad(port).run([0.0, 0.05, 0.06, 0.07], [post("/", b"{}")] * 4)
     assert (outcome.status == 200).all()
-    assert have_others_asked.is_set(), "they were sent while the first one waited"
+    assert others_received.is_set(), "the other requests were sent while the first one waited"
 
 
-def test_refusals_and_failures_are_told_apart():
-    def answer(connection, number):
+def test_socket_load_distinguishes_rejections_and_failures():
+    def respond(connection, number):
         return [
             lambda: reply(connection, b"429 Too Many Requests", head=b"Retry-After: 1\r\n"),
             lambda: reply(connection, b"503 Service Unavailable"),
             lambda: False,
         ][number]()
 
-    with serving(answer) as port:
+    with serving(respond) as port:
         load = SocketLoad(port)
-        close, load._close = load._close, lambda: None  # one request after the other, on what the last one has left
+        close = load._close
+        load._close = lambda: None  # successive loads reuse the idle connections
         outcomes = [load.run([0.0], [post("/", b"{}")]) for _ in range(4)]
         close()
-    assert [one.status.item() for one in outcomes] == [429, 503, 0, 429], "the last one is on a connection of its own"
-    assert [one.says_when.item() for one in outcomes] == [True, False, False, True]
+    assert [one.status.item() for one in outcomes] == [429, 503, 0, 429], "the last request opens a new connection"
+    assert [one.has_retry_after.item() for one in outcomes] == [True, False, False, True]
     assert [np.isinf(one.ended_s).item() for one in outcomes] == [False, False, True, False]
 
 
-def test_nobody_listens_and_nobody_answers():
+def test_socket_load_without_server_or_response():
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # nobody else gets it, and nobody listens
+        taken.bind(("127.0.0.1", 0))  # reserves a port without a listener
         assert SocketLoad(taken.getsockname()[1]).run([0.0], [b"x"]).status.tolist() == [0]
     with serving(lambda *_: None) as port:
         assert SocketLoad(port, timeout_s=0.05).run([0.0], [b"x"]).status.tolist() == [0]
 
 
-def test_what_an_answer_wants_is_sent_after_it_and_counts_as_no_request():
-    bodies = iter([b'{"reason":"wanted"}', b'{"reason":"admitted"}', b'{"reason":"safe"}'])
+def test_socket_load_follow_up_requests_are_not_counted():
+    bodies = iter([b'{"reason":"history_required"}', b'{"reason":"admitted"}', b'{"reason":"safe"}'])
     with serving(lambda connection, _: reply(connection, body=next(bodies))) as port:
         more = {0: post("/", b"{}"), 1: post("/", b"{}")}
         outcome = SocketLoad(port).run([0.0, 0.2], [post("/", b"{}")] * 2, more)
@@ -112,43 +113,43 @@ def test_what_an_answer_wants_is_sent_after_it_and_counts_as_no_request():
     assert next(bodies, None) is None
 
 
-def test_connections_are_used_in_turn():
-    """The one that has been idle longest: a server may have a process for some of them each."""
-    asked = []
+def test_socket_load_uses_longest_idle_connection():
+    """All connections are used in turn, because each process of a server may handle only some of them."""
+    peers = []
 
-    def answer(connection, _):
-        asked.append(connection.getpeername())
+    def respond(connection, _):
+        peers.append(connection.getpeername())
         reply(connection)
 
-    with serving(answer) as port:
+    with serving(respond) as port:
         load = SocketLoad(port)
-        load._idle.extend(idle := [load._opened() for _ in range(3)])
+        load._idle.extend(idle := [load._open_connection() for _ in range(3)])
         first = idle[0].socket.getsockname()
         assert (load.run([0.0], [post("/", b"{}")]).status == 200).all()
-    assert asked == [first]
+    assert peers == [first]
 
 
 @pytest.mark.parametrize("polls", [False, True])
-def test_requests_in_turn_share_a_connection_and_are_timed_each(polls):
-    """A connection of its own for each would be in the time of one alone, and not in that of one of a load."""
-    asked = []
+def test_socket_load_sequence_shares_one_connection(polls):
+    """The latency of a single request must not include the time to connect, like that of a request in a load."""
+    received = []
 
-    def answer(connection, number):
-        asked.append((connection.getpeername(), number))
+    def respond(connection, number):
+        received.append((connection.getpeername(), number))
         reply(connection, body=b"x" * 70_000)
 
-    with serving(answer) as port:
+    with serving(respond) as port:
         seconds = SocketLoad(port, polls=polls).run_in_turn([post("/", b"{}")] * 5)
     assert np.isfinite(seconds).all()
-    assert len({peer for peer, _ in asked}) == 1
-    assert [number for _, number in asked] == [0, 1, 2, 3, 4]
+    assert len({peer for peer, _ in received}) == 1
+    assert [number for _, number in received] == [0, 1, 2, 3, 4]
 
 
-def test_requests_in_turn_end_with_the_first_that_is_not_answered():
-    def answer(connection, number):
+def test_socket_load_sequence_stops_at_first_failure():
+    def respond(connection, number):
         reply(connection, b"200 OK" if number == 0 else b"503 Service Unavailable")
 
-    with serving(answer) as port:
+    with serving(respond) as port:
         assert np.isfinite(SocketLoad(port).run_in_turn([post("/", b"{}")] * 3)).tolist() == [True, False, False]
     with serving(lambda *_: False) as port:
         assert np.isinf(SocketLoad(port).run_in_turn([post("/", b"{}")] * 2)).all()

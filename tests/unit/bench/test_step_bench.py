@@ -1,4 +1,4 @@
-"""FLOPs are those of the published accounting, kernels find their part, and the benches run."""
+"""FLOP counts compared with published ones, assignment of kernels to parts, and small runs of the benchmarks."""
 
 import numpy as np
 import pytest
@@ -6,12 +6,12 @@ import pytest
 from nestrec.base.errors import UserError
 from nestrec.models import FuXiConfig, HSTUConfig
 from nestrec_bench.harness.step_flops import StepFlops, step_flops
-from nestrec_bench.kernels.layer_bench import LayerBench, measure_layers
+from nestrec_bench.kernels.layer_bench import LayerBenchConfig, measure_layers
 from nestrec_bench.pages.step_profile import idle_time, part_name, summed
-from nestrec_bench.step.step_bench import StepBench, encoder_of, measure_steps
+from nestrec_bench.step.step_bench import StepBenchConfig, encoder_of, measure_steps
 
 
-def test_flops_are_those_of_the_published_step():
+def test_step_flops_equal_published_counts():
     """recsys-examples: 32 sequences of 4099 tokens, 8 layers of 1024, 4 heads of 256: 26.41 + 6.60 and 30.88 TFLOP."""
     cfg = HSTUConfig(dim=1024, num_layers=8, num_heads=4, head_dim=256)
     flops = step_flops(cfg, np.full(32, 4099))
@@ -20,14 +20,14 @@ def test_flops_are_those_of_the_published_step():
     assert flops.mfu(0.187) == pytest.approx(0.345, rel=2e-3)
 
 
-def test_flops_of_fuxi_count_every_matrix_and_channel():
+def test_step_flops_fuxi_count_every_matrix_and_channel():
     cfg = FuXiConfig(dim=64, num_layers=2, num_heads=2, head_dim=16, ffn_dim=128)
     flops = step_flops(cfg, np.array([3, 5]))
     assert flops.projections == 6 * 8 * 2 * (64 * 6 * 32 + 3 * 32 * 64 + 3 * 64 * 128)
     assert flops.attention == 2 * (7 + 2 * 3) * (3 * 4 + 5 * 6) * 32
 
 
-def test_kernels_are_counted_with_their_part():
+def test_step_profile_assigns_kernels_to_parts():
     names = {
         "nvjet_hsh_256x128": "matmul",
         "norm_forward_kernel": "rows",
@@ -43,21 +43,27 @@ def test_kernels_are_counted_with_their_part():
     assert found["idle"]["ms"] == 0.5
 
 
-def test_idle_is_what_no_stream_covers():
+def test_step_profile_idle_time_excludes_all_streams():
     assert idle_time([]) == 0.0
     assert idle_time([(10.0, 12.0), (0.0, 4.0), (1.0, 2.0), (3.0, 7.0), (12.5, 13.0)]) == 3.5
 
 
-def test_a_case_that_is_none_is_refused():
-    with pytest.raises(UserError, match="is no case"):
-        encoder_of(StepBench(), "hstu")
-    with pytest.raises(UserError, match="write it like 8x64"):
-        encoder_of(StepBench(), "hstu-8-u1024")
+def test_step_bench_rejects_unknown_case():
+    with pytest.raises(UserError, match="expected a case of the form MODEL-HEADSxDIM-LENGTHS"):
+        encoder_of(StepBenchConfig(), "hstu")
+    with pytest.raises(UserError, match="8x64"):
+        encoder_of(StepBenchConfig(), "hstu-8-u1024")
 
 
-def test_the_step_bench_trains_every_model():
+def test_step_bench_recompute_uses_activation_checkpointing():
+    encoder, _ = encoder_of(StepBenchConfig(recompute=True), "hstu-4x256-u1024")
+    assert isinstance(encoder, HSTUConfig)
+    assert encoder.activation_checkpointing
+
+
+def test_step_bench_trains_every_model():
     lengths = "lognormal:mean=16,max=60,count=16"
-    bench = StepBench(
+    bench = StepBenchConfig(
         cases=tuple(f"hstu-2x8-{lengths},fuxi-2x8-u128".split(",")),
         tokens=256,
         dim=16,
@@ -83,9 +89,9 @@ def test_the_step_bench_trains_every_model():
     assert all(0.0 < row["loss"] < 10.0 and row["step_ms"] > 0 for row in steps)
 
 
-def test_the_layer_bench_compares_with_plain_torch():
+def test_layer_bench_compares_kernels_with_plain_torch():
     biases = ("none", "tables", "functional")
-    bench = LayerBench(lengths=("u9x3",), dim=16, heads=("2x8",), biases=biases, device="cpu", repeats=1)
+    bench = LayerBenchConfig(lengths=("u9x3",), dim=16, heads=("2x8",), biases=biases, device="cpu", repeats=1)
     rows = list(measure_layers(bench))
     assert [(row["biases"], row["impl"]) for row in rows] == [
         (each, impl) for each in biases for impl in ("fused", "recompute", "eager")

@@ -2,11 +2,11 @@ import json
 
 import numpy as np
 
-from nestrec_bench.kernels.stores_bench import StoresBench, measure_stores, zipf_slots
+from nestrec_bench.kernels.stores_bench import StoresBenchConfig, measure_stores, zipf_slots
 
 
-def test_a_row_for_each_operation_of_each_store(tmp_path):
-    bench = StoresBench(num_rows=2000, disk_rows=500, dim=8, num_keys=300, rounds=1)
+def test_stores_bench_has_row_per_store_and_operation(tmp_path):
+    bench = StoresBenchConfig(num_rows=2000, disk_rows=500, dim=8, num_keys=300, rounds=1)
     rows = measure_stores(bench, output=tmp_path / "stores.json", command="nestrec bench stores")
     assert [(r["op"], r["store"]) for r in rows] == [
         ("copy", "torch"),
@@ -21,7 +21,7 @@ def test_a_row_for_each_operation_of_each_store(tmp_path):
     assert json.loads((tmp_path / "stores.json").read_text())["rows"] == rows
 
 
-def test_drawn_slots_follow_the_law():
+def test_stores_bench_slots_have_zipf_distribution():
     slots = zipf_slots(1000, 200_000, 0.75)
     counts = np.sort(np.bincount(slots, minlength=1000))[::-1]
     assert counts[0] / counts[15] == np.clip(counts[0] / counts[15], 6.5, 9.5)  # 16 ** 0.75 is 8

@@ -33,11 +33,11 @@ def full_disk() -> None:
 
 def has_cores(monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     for module in (checkpoint_writer, reader):
-        monkeypatch.setattr(module, "cores_of_rank", lambda: number)
+        monkeypatch.setattr(module, "cores_per_rank", lambda: number)
 
 
 @pytest.mark.parametrize("cores", [1, 8])
-def test_what_is_saved_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
+def test_checkpoint_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int) -> None:
     has_cores(monkeypatch, cores)
     checkpoints = CheckpointManager(tmp_path)
     content = make_content(100)
@@ -50,16 +50,14 @@ def test_what_is_saved_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert_same(restored, content)
 
 
-def test_rows_are_written_while_the_next_ones_are_read_where_there_are_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_checkpoint_write_overlaps_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     has_cores(monkeypatch, 4)
     is_second_read = threading.Event()
     keys = torch.arange(4)
 
-    def write_late(path: Path, content: Iterator[memoryview], *, past_cache: bool = False) -> tuple[int, str]:
+    def write_late(path: Path, content: Iterator[memoryview], *, direct_io: bool = False) -> tuple[int, str]:
         assert not path.name.startswith("rows-") or is_second_read.wait(30), "the first file waits for the second chunk"
-        return write_file(path, content, past_cache=past_cache)
+        return write_file(path, content, direct_io=direct_io)
 
     def chunks() -> Iterator[dict[str, torch.Tensor]]:
         yield {"keys": keys[:2]}
@@ -68,26 +66,24 @@ def test_rows_are_written_while_the_next_ones_are_read_where_there_are_cores(
 
     monkeypatch.setattr(checkpoint_writer, "write_file", write_late)
     CheckpointManager(tmp_path).save(1, RankCheckpoint(tables={"t": chunks()}))
-    found = CheckpointManager(tmp_path).restore_latest()
-    assert found is not None
-    assert torch.equal(torch.cat([chunk["keys"] for chunk in found.rows("t")]), keys)
+    restored = CheckpointManager(tmp_path).restore_latest()
+    assert restored is not None
+    assert torch.equal(torch.cat([chunk["keys"] for chunk in restored.rows("t")]), keys)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have no niceness of their own")
-def test_threads_that_write_are_nice_until_somebody_waits_for_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="this system has no niceness per thread")
+def test_checkpoint_writer_threads_lower_their_priority(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     has_cores(monkeypatch, 4)
     own = threading.get_native_id()
-    is_asked = threading.Event()
+    has_started = threading.Event()
     seen = list[int]()
     if not set_niceness(own, 1) or not set_niceness(own, 0):
-        pytest.skip("this user may not make a thread less nice again")
+        pytest.skip("this user may not decrease the niceness of a thread")
 
-    def write(path: Path, content: Iterator[memoryview], *, past_cache: bool = False) -> tuple[int, str]:
+    def write(path: Path, content: Iterator[memoryview], *, direct_io: bool = False) -> tuple[int, str]:
         if path.name.startswith("rows-"):
             seen.append(niceness(threading.get_native_id()))
-            is_asked.set()
+            has_started.set()
             deadline = time.monotonic() + 30
             while niceness(threading.get_native_id()) and time.monotonic() < deadline:
                 time.sleep(1e-3)
@@ -97,17 +93,17 @@ def test_threads_that_write_are_nice_until_somebody_waits_for_them(
     monkeypatch.setattr(checkpoint_writer, "write_file", write)
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save_async(1, RankCheckpoint(tables={"t": [{"keys": torch.arange(4)}]}))
-    assert is_asked.wait(30)
+    assert has_started.wait(30)
     checkpoints.wait()
     assert seen == [min(NICENESS, 19 - os.getpriority(os.PRIO_PROCESS, os.getpid())), 0]
 
 
-def test_nothing_saved_restores_none(tmp_path: Path) -> None:
+def test_checkpoint_restore_of_empty_folder_is_none(tmp_path: Path) -> None:
     assert CheckpointManager(tmp_path / "absent").restore_latest() is None
 
 
 @pytest.mark.parametrize("dtype", DTYPE_NAMES)
-def test_every_type_of_tensor_comes_back(tmp_path: Path, dtype: torch.dtype) -> None:
+def test_checkpoint_round_trip_of_every_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     tensor = torch.randint(0, 2, (5, 3)).to(dtype)
     content = RankCheckpoint(
         tensors={"transposed": tensor.t(), "single": tensor[0, 0], "none": tensor[:0], "shared": tensor}
@@ -118,13 +114,13 @@ def test_every_type_of_tensor_comes_back(tmp_path: Path, dtype: torch.dtype) -> 
     assert_same(restored, content)
 
 
-def test_files_are_safetensors_as_the_library_writes_them(tmp_path: Path) -> None:
+def test_checkpoint_files_load_with_safetensors_library(tmp_path: Path) -> None:
     path = CheckpointManager(tmp_path).save(1, make_content(1))
     loaded = load_file(path / "tensors-00000.safetensors")
     assert torch.equal(loaded["model/weight"], make_content(1).tensors["model/weight"])
 
 
-def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
+def test_checkpoint_keep_limits_number_of_checkpoints(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path, keep=2)
     for step in (10, 20, 30, 40):
         checkpoints.save(step, make_content(step))
@@ -132,7 +128,7 @@ def test_only_the_last_ones_are_kept(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000030", "step-00000040"]
 
 
-def test_a_step_saved_twice_is_left_as_it_is(tmp_path: Path) -> None:
+def test_checkpoint_saved_twice_is_unchanged(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save(10, make_content(10))
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "step-00000010").iterdir()}
@@ -140,61 +136,61 @@ def test_a_step_saved_twice_is_left_as_it_is(tmp_path: Path) -> None:
     assert before == {path.name: path.stat().st_mtime_ns for path in (tmp_path / "step-00000010").iterdir()}
 
 
-def test_a_damaged_step_is_written_again(tmp_path: Path) -> None:
-    said: list[str] = []
-    checkpoints = CheckpointManager(tmp_path, report=said.append)
+def test_checkpoint_corrupt_step_is_written_again(tmp_path: Path) -> None:
+    messages: list[str] = []
+    checkpoints = CheckpointManager(tmp_path, report=messages.append)
     checkpoints.save(10, make_content(10))
     (tmp_path / "step-00000010" / "state.json").unlink()
     checkpoints.save(10, make_content(10))
     assert verify(tmp_path / "step-00000010") == []
-    assert "set aside" in said[0]
+    assert "it was renamed to" in messages[0]
 
 
-def test_going_on_from_an_earlier_step_sets_the_later_ones_aside(tmp_path: Path) -> None:
+def test_checkpoint_resume_from_earlier_step_quarantines_later(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path, report=lambda message: None)
     for step in (10, 20, 30):
         checkpoints.save(step, make_content(step))
-    again = CheckpointManager(tmp_path, report=lambda message: None)
-    assert again.restore(10).step == 10
-    again.save(15, make_content(15))
-    assert again.steps() == [10, 15]
+    reopened = CheckpointManager(tmp_path, report=lambda message: None)
+    assert reopened.restore(10).step == 10
+    reopened.save(15, make_content(15))
+    assert reopened.steps() == [10, 15]
     assert (tmp_path / "step-00000030.abandoned").is_dir()
 
 
-def test_a_damaged_one_is_named_and_the_one_before_it_is_used(tmp_path: Path) -> None:
-    said: list[str] = []
-    checkpoints = CheckpointManager(tmp_path, report=said.append)
+def test_checkpoint_corrupt_latest_falls_back_to_previous(tmp_path: Path) -> None:
+    messages: list[str] = []
+    checkpoints = CheckpointManager(tmp_path, report=messages.append)
     checkpoints.save(10, make_content(10))
-    damaged = checkpoints.save(20, make_content(20)) / "state.json"
-    damaged.write_bytes(damaged.read_bytes() + b" ")
+    corrupt = checkpoints.save(20, make_content(20)) / "state.json"
+    corrupt.write_bytes(corrupt.read_bytes() + b" ")
     restored = checkpoints.restore_latest()
     assert restored is not None
     assert_same(restored, make_content(10))
-    assert "step 20" in said[0]
-    assert "state.json" in said[0]
+    assert "step 20" in messages[0]
+    assert "state.json" in messages[0]
 
 
-def test_starting_over_when_all_are_damaged_is_left_to_the_user(tmp_path: Path) -> None:
+def test_checkpoint_restore_fails_if_all_are_corrupt(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path, report=lambda message: None)
     (checkpoints.save(10, make_content(10)) / "manifest.json").unlink()
-    with pytest.raises(CorruptFileError, match="no checkpoint is whole"):
+    with pytest.raises(CorruptFileError, match="all checkpoints are corrupt"):
         checkpoints.restore_latest()
-    with pytest.raises(CorruptFileError, match="take an earlier step"):
+    with pytest.raises(CorruptFileError, match="Restore an earlier step"):
         checkpoints.restore(10)
 
 
-def test_an_unknown_step_and_a_bad_keep_are_user_errors(tmp_path: Path) -> None:
+def test_checkpoint_unknown_step_is_user_error(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no checkpoint of this step"):
         CheckpointManager(tmp_path).restore(3)
     with pytest.raises(UserError, match="keep"):
         CheckpointManager(tmp_path, keep=0)
 
 
-@pytest.mark.parametrize("place", ["before_first_file", "between_files", "before_manifest", "before_rename"])
-def test_a_failed_save_leaves_the_last_one_and_no_rubbish(tmp_path: Path, place: str) -> None:
+@pytest.mark.parametrize("point", ["before_first_file", "between_files", "before_manifest", "before_rename"])
+def test_checkpoint_failed_save_leaves_no_partial_files(tmp_path: Path, point: str) -> None:
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save(10, make_content(10))
-    with armed(f"checkpoint.{place}", full_disk), pytest.raises(CheckpointSaveError, match="No space left"):
+    with armed(f"checkpoint.{point}", full_disk), pytest.raises(CheckpointSaveError, match="No space left"):
         checkpoints.save(20, make_content(20))
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000010"]
     restored = checkpoints.restore_latest()
@@ -204,7 +200,7 @@ def test_a_failed_save_leaves_the_last_one_and_no_rubbish(tmp_path: Path, place:
     assert checkpoints.steps() == [10, 20]
 
 
-def test_a_manifest_that_points_outside_is_refused(tmp_path: Path) -> None:
+def test_checkpoint_manifest_outside_folder_is_rejected(tmp_path: Path) -> None:
     from nestrec.artifacts.manifest import FileEntry
     from nestrec.checkpoint.checkpoint_manifest import Manifest, decode, encode
 
@@ -213,7 +209,7 @@ def test_a_manifest_that_points_outside_is_refused(tmp_path: Path) -> None:
         decode(encode(Manifest(step=1, num_ranks=1, files=(entry,))), "x")
 
 
-def test_big_models_are_split_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_large_model_is_split_over_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nestrec.checkpoint.checkpoint_writer.PART_BYTES", 100)
     content = RankCheckpoint(tensors={str(index): torch.full((index + 1, 5), float(index)) for index in range(9)})
     path = CheckpointManager(tmp_path).save(1, content)
@@ -223,7 +219,7 @@ def test_big_models_are_split_over_files(tmp_path: Path, monkeypatch: pytest.Mon
     assert_same(restored, content)
 
 
-def test_an_optimiser_state_survives_split_and_join(tmp_path: Path) -> None:
+def test_checkpoint_optimizer_state_round_trip(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.98))
     model(torch.ones(1, 3)).sum().backward()
@@ -232,7 +228,7 @@ def test_an_optimiser_state_survives_split_and_join(tmp_path: Path) -> None:
     CheckpointManager(tmp_path).save(1, RankCheckpoint(tensors=tensors, state={"optimizer": skeleton}))
     restored = CheckpointManager(tmp_path).restore_latest()
     assert restored is not None
-    again = join(restored.state["optimizer"], restored.tensors)
+    reopened = join(restored.state["optimizer"], restored.tensors)
     before = optimizer.state_dict()
-    assert again["param_groups"] == before["param_groups"]
-    assert all(torch.equal(again["state"][0][name], tensor) for name, tensor in before["state"][0].items())
+    assert reopened["param_groups"] == before["param_groups"]
+    assert all(torch.equal(reopened["state"][0][name], tensor) for name, tensor in before["state"][0].items())

@@ -15,7 +15,7 @@ from stored_formats import ARTIFACTS, EXPECTED_FILE, OBSERVERS, unpack
 
 TOLERANCE = 1e-5
 CONTINUED_TOLERANCE = 1e-3
-"""Of values after further training steps, where optimizers amplify differences of rounding."""
+"""Tolerance of values after further training steps, because optimizers amplify rounding differences."""
 
 
 class Artifacts:
@@ -25,7 +25,7 @@ class Artifacts:
         self._expected = expected
 
     def check(self, kind: str) -> None:
-        """Load the artifacts of a kind, and compare what was loaded with what the code that wrote them loaded."""
+        """Load the artifacts of a kind, and compare the result with that of the code that wrote them."""
         found = json.loads(json.dumps(OBSERVERS[kind]()))
         assert_same(found, self._expected[kind], kind)
 
@@ -39,7 +39,7 @@ def artifacts(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytes
 
 
 def assert_same(found: Any, expected: Any, where: str) -> None:
-    """Floats agree to rounding and all else is equal; later code may find more under further names."""
+    """Check that floats agree within rounding and other values are equal; `found` may have more names."""
     if isinstance(expected, dict):
         assert expected.keys() <= found.keys(), f"{where}: {sorted(expected.keys() - found.keys())} missing"
         for name, value in expected.items():
@@ -61,7 +61,7 @@ def test_old_dataset_loads(artifacts: Artifacts) -> None:
 
 @pytest.mark.parametrize("task", ["retrieval", "ranking", "rows"])
 def test_old_run_loads(artifacts: Artifacts, task: str) -> None:
-    """Its full, incremental and best checkpoints, and the training steps after the last of them."""
+    """Loads the full, incremental and best checkpoints, and trains further steps from the last one."""
     artifacts.check(f"{task}_run")
 
 
@@ -81,11 +81,11 @@ def test_old_servable_loads(artifacts: Artifacts, form: str) -> None:
 
 
 def test_old_published_versions_load(artifacts: Artifacts) -> None:
-    """Each of them, and the next ones are published as deltas after the last."""
+    """Loads each version, and publishes the next versions as deltas of the last one."""
     artifacts.check("published")
 
 
-def test_old_servables_pass_the_checks_of_a_server(artifacts: Artifacts) -> None:
+def test_old_servables_pass_server_checks(artifacts: Artifacts) -> None:
     artifacts.check("service")
 
 

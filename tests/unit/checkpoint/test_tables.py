@@ -1,4 +1,4 @@
-"""Tables over ranks: shards, resharding, incremental saves, export."""
+"""Checkpoints of sharded tables: resharding, incremental and background saves, corruption, retention."""
 
 import dataclasses
 import itertools
@@ -41,8 +41,8 @@ def shard_content(peers: CheckpointGroup, rows: list[Chunk], step: int) -> RankC
 
 
 def rows_of_rank(peers: CheckpointGroup, value: float) -> list[Chunk]:
-    mine = [key for key in KEYS if owner(key, peers.world) == peers.rank]
-    return [make_rows(mine[start : start + 4], value) for start in range(0, len(mine), 4)]
+    own = [key for key in KEYS if owner(key, peers.world) == peers.rank]
+    return [make_rows(own[start : start + 4], value) for start in range(0, len(own), 4)]
 
 
 def load_shard(folder: Path, peers: CheckpointGroup) -> list[Chunk]:
@@ -55,7 +55,7 @@ def load_shard(folder: Path, peers: CheckpointGroup) -> list[Chunk]:
     return list(restored.rows("items", shard=(peers.rank, peers.world), owned=owned))
 
 
-def test_a_table_saved_on_4_ranks_loads_on_any_number_and_back(tmp_path: Path) -> None:
+def test_checkpoint_table_of_4_ranks_loads_on_any_number(tmp_path: Path) -> None:
     run_ranks(
         4,
         lambda peers: CheckpointManager(tmp_path, peers=peers).save(0, shard_content(peers, rows_of_rank(peers, 0), 0)),
@@ -77,7 +77,7 @@ def test_a_table_saved_on_4_ranks_loads_on_any_number_and_back(tmp_path: Path) -
         assert merged == expected
 
 
-def test_files_of_other_shards_are_not_opened_when_the_division_is_the_same(tmp_path: Path) -> None:
+def test_checkpoint_opens_only_own_shards(tmp_path: Path) -> None:
     run_ranks(
         3,
         lambda peers: CheckpointManager(tmp_path, peers=peers).save(0, shard_content(peers, rows_of_rank(peers, 0), 0)),
@@ -88,13 +88,13 @@ def test_files_of_other_shards_are_not_opened_when_the_division_is_the_same(tmp_
         file.unlink()
     keys = torch.cat([chunk["keys"] for chunk in restored.rows("items", shard=(1, 3))]).tolist()
     assert sorted(keys) == sorted(key for key in KEYS if owner(key, 3) == 1)
-    assert list(restored.rows("items", shard=(1, 2))), "the first third of the hashes is no part of the second half"
+    assert list(restored.rows("items", shard=(1, 2))), "the removed files have no hash of the second half"
     with pytest.raises(CorruptFileError, match="rows-items-00000"):
         list(restored.rows("items", shard=(0, 2)))
 
 
 @pytest.mark.parametrize("failing", [0, 2])
-def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_the_last(tmp_path: Path, failing: int) -> None:
+def test_checkpoint_full_disk_on_one_rank_fails_on_all(tmp_path: Path, failing: int) -> None:
     def work(peers: CheckpointGroup) -> None:
         checkpoints = CheckpointManager(tmp_path, peers=peers)
         checkpoints.save(1, shard_content(peers, rows_of_rank(peers, 1), 1))
@@ -112,7 +112,7 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_leaves_the_last(tmp_p
     assert verify(tmp_path / "step-00000001") == []
 
 
-def test_damage_seen_by_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
+def test_checkpoint_corrupt_on_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
     def save(peers: CheckpointGroup) -> None:
         checkpoints = CheckpointManager(tmp_path, peers=peers)
         for step in (1, 2):
@@ -133,7 +133,7 @@ def test_damage_seen_by_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
 
 
 class Model:
-    """A dictionary that is trained, and knows what was touched since the last save."""
+    """Dictionary with random updates that records the changes since the last save."""
 
     def __init__(self) -> None:
         self.rows: dict[int, float] = {}
@@ -171,29 +171,29 @@ def _rows(restored: LoadedCheckpoint | None) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_incremental_saves_restore_the_whole_table(tmp_path: Path, seed: int) -> None:
+def test_incremental_checkpoint_restores_complete_table(tmp_path: Path, seed: int) -> None:
     random_ = random.Random(seed)
     model = Model()
     checkpoints = CheckpointManager(tmp_path, keep=2, max_deltas=3)
     history: dict[int, dict[int, float]] = {}
     for step in range(12):
         model.train(random_)
-        checkpoints.save(step, model.content(checkpoints.base_for_next()))
+        checkpoints.save(step, model.content(checkpoints.next_base_step()))
         history[step] = dict(model.rows)
-        for kept in checkpoints.steps()[-2:]:
-            assert verify(tmp_path / f"step-{kept:08d}") == []
-            assert _rows(CheckpointManager(tmp_path).restore(kept)) == history[kept]
-        if random_.random() < 0.3:  # a restart: the next save builds on what was restored
+        for retained in checkpoints.steps()[-2:]:
+            assert verify(tmp_path / f"step-{retained:08d}") == []
+            assert _rows(CheckpointManager(tmp_path).restore(retained)) == history[retained]
+        if random_.random() < 0.3:  # a restart: the next save builds on the restored checkpoint
             checkpoints = CheckpointManager(tmp_path, keep=2, max_deltas=3)
             assert _rows(checkpoints.restore_latest()) == history[step]
     assert len(checkpoints.steps()) <= 2 + 3
 
 
-def test_the_chain_of_incremental_saves_is_bounded(tmp_path: Path) -> None:
-    """Every third one is full again, although only touched rows are ever asked for."""
+def test_incremental_checkpoint_chain_is_bounded(tmp_path: Path) -> None:
+    """Every third checkpoint is full, although each save passes changed rows only."""
     checkpoints = CheckpointManager(tmp_path, keep=100, max_deltas=2)
     for step in range(7):
-        base = checkpoints.base_for_next()
+        base = checkpoints.next_base_step()
         assert base == (step - 1 if step else None)
         checkpoints.save(step, RankCheckpoint(tables={"items": [_chunk({step: 1.0})]}, base=base))
         assert _rows(CheckpointManager(tmp_path).restore_latest()) == dict.fromkeys(range(step + 1), 1.0)
@@ -201,25 +201,25 @@ def test_the_chain_of_incremental_saves_is_bounded(tmp_path: Path) -> None:
     assert is_full == [True, False, False, True, False, False, True]
 
 
-def test_a_chain_with_a_damaged_file_is_not_merged_into_a_fresh_checkpoint(tmp_path: Path) -> None:
+def test_incremental_checkpoint_corrupt_chain_is_not_merged(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path, max_deltas=1)
     for step in range(2):
-        base = checkpoints.base_for_next()
+        base = checkpoints.next_base_step()
         checkpoints.save(step, RankCheckpoint(tables={"items": [_chunk({step: 1.0})]}, base=base))
     file = tmp_path / "step-00000000" / "rows-items-00000-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"!")
-    with pytest.raises(CheckpointSaveError, match="cannot be built on"):
+    with pytest.raises(CheckpointSaveError, match="the base checkpoint is corrupt"):
         checkpoints.save(2, RankCheckpoint(tables={"items": [_chunk({2: 1.0})]}, base=1))
-    assert checkpoints.base_for_next() is None
+    assert checkpoints.next_base_step() is None
 
 
-def test_a_chain_written_by_another_number_of_ranks_is_not_merged_but_followed_by_a_full_save(tmp_path: Path) -> None:
+def test_incremental_checkpoint_other_world_size_is_full(tmp_path: Path) -> None:
     def train(peers: CheckpointGroup, steps: range) -> list[int | None]:
         checkpoints = CheckpointManager(tmp_path, peers=peers, max_deltas=1)
         checkpoints.restore_latest()
         bases = []
         for step in steps:
-            bases.append(checkpoints.base_for_next())
+            bases.append(checkpoints.next_base_step())
             rows = rows_of_rank(peers, step)
             checkpoints.save(
                 step, RankCheckpoint(tables={"items": rows if bases[-1] is None else rows[:1]}, base=bases[-1])
@@ -231,27 +231,27 @@ def test_a_chain_written_by_another_number_of_ranks_is_not_merged_but_followed_b
     assert len(values_of(CheckpointManager(tmp_path).restore(4), "items")) == len(KEYS)
 
 
-def test_damage_of_a_base_reaches_what_builds_on_it(tmp_path: Path) -> None:
+def test_incremental_checkpoint_of_corrupt_base_is_corrupt(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path, max_deltas=1, report=lambda message: None)
-    for step in range(4):  # 0 full, 1 on 0, 2 full again, 3 on 2
+    for step in range(4):  # steps 0 and 2 are full, 1 builds on 0, and 3 builds on 2
         checkpoints.save(
-            step, RankCheckpoint(tables={"items": [_chunk({1: float(step)})]}, base=checkpoints.base_for_next())
+            step, RankCheckpoint(tables={"items": [_chunk({1: float(step)})]}, base=checkpoints.next_base_step())
         )
     (tmp_path / "step-00000002" / "rows-items-00000-00000.safetensors").write_bytes(b"")
     assert verify(tmp_path / "step-00000003") != []
     assert _rows(checkpoints.restore_latest()) == {1: 1.0}
 
 
-def test_after_a_failed_save_a_full_one_is_due(tmp_path: Path) -> None:
+def test_incremental_checkpoint_after_failed_save_is_full(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path, max_deltas=5)
     checkpoints.save(0, RankCheckpoint(tables={"items": [_chunk({1: 1.0})]}))
-    assert checkpoints.base_for_next() == 0
+    assert checkpoints.next_base_step() == 0
     with pytest.raises(CheckpointSaveError):
         checkpoints.save(1, RankCheckpoint(tables={"items": [{"keys": torch.zeros(2)}]}, base=0))
-    assert checkpoints.base_for_next() is None
+    assert checkpoints.next_base_step() is None
 
 
-def test_a_background_save_is_not_touched_by_later_training(tmp_path: Path) -> None:
+def test_background_checkpoint_ignores_later_training(tmp_path: Path) -> None:
     content = make_content(1)
     expected = make_content(1)
     checkpoints = CheckpointManager(tmp_path)
@@ -267,7 +267,7 @@ def test_a_background_save_is_not_touched_by_later_training(tmp_path: Path) -> N
     assert values_of(restored, "items") == table_values(expected.tables["items"])
 
 
-def test_the_error_of_a_background_save_is_raised_once_by_the_next_call(tmp_path: Path) -> None:
+def test_background_checkpoint_error_is_raised_once(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path)
     bad = dataclasses.replace(make_content(1), state={"not json": object()})
     checkpoints.save_async(1, bad)
@@ -278,14 +278,14 @@ def test_the_error_of_a_background_save_is_raised_once_by_the_next_call(tmp_path
     assert checkpoints.steps() == [3]
 
 
-def test_incremental_and_background_saves_go_together(tmp_path: Path) -> None:
+def test_incremental_checkpoint_in_background_restores_rows(tmp_path: Path) -> None:
     random_ = random.Random(1)
     model = Model()
     checkpoints = CheckpointManager(tmp_path, max_deltas=2)
     bases = []
     for step in range(5):
         model.train(random_)
-        bases.append(checkpoints.base_for_next())
+        bases.append(checkpoints.next_base_step())
         checkpoints.save_async(step, model.content(bases[-1]))
     checkpoints.close()
     assert bases == [None, 0, 1, 2, 3]
@@ -293,9 +293,7 @@ def test_incremental_and_background_saves_go_together(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_rows_of_one_rank_that_are_not_finite_are_refused_on_all_and_the_last_checkpoint_stays(
-    tmp_path: Path, value: float
-) -> None:
+def test_checkpoint_rejects_nonfinite_rows_on_all_ranks(tmp_path: Path, value: float) -> None:
     CheckpointManager(tmp_path).save(1, RankCheckpoint(tables={"items": [make_rows([0, 1], 0.5)]}))
 
     def save(peers: CheckpointGroup) -> None:
@@ -308,7 +306,7 @@ def test_rows_of_one_rank_that_are_not_finite_are_refused_on_all_and_the_last_ch
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
 
 
-def test_large_numbers_are_saved_although_their_sum_overflows(tmp_path: Path) -> None:
+def test_checkpoint_saves_rows_whose_sum_overflows(tmp_path: Path) -> None:
     tensors = {"a": torch.full((3,), 3e38), "b": torch.full((9,), 6e4, dtype=torch.float16)}
     CheckpointManager(tmp_path).save(1, RankCheckpoint(tensors=tensors))
     assert verify(tmp_path / "step-00000001") == []
@@ -316,16 +314,16 @@ def test_large_numbers_are_saved_although_their_sum_overflows(tmp_path: Path) ->
         CheckpointManager(tmp_path).save(2, RankCheckpoint(tensors={**tensors, "c": torch.tensor([1.0, float("nan")])}))
 
 
-def test_retention_keeps_what_an_unreadable_checkpoint_may_need(tmp_path: Path) -> None:
-    """Storage may fail for a moment, and the checkpoint that could not be read may build on an older one."""
+def test_checkpoint_retention_keeps_bases_of_unreadable(tmp_path: Path) -> None:
+    """A read may fail temporarily, and the unreadable checkpoint may build on an older one."""
     checkpoints = CheckpointManager(tmp_path, keep=2, max_deltas=1)
     for step in (1, 2):
-        base = checkpoints.base_for_next()
+        base = checkpoints.next_base_step()
         checkpoints.save(step, RankCheckpoint(tables={"items": [make_rows([step], 1.0)]}, base=base))
     manifest = tmp_path / "step-00000002" / "manifest.json"
     content = manifest.read_bytes()
     manifest.unlink()
-    manifest.symlink_to(manifest.name)  # too many levels of links
+    manifest.symlink_to(manifest.name)  # reading it fails with ELOOP
     later = CheckpointManager(tmp_path, keep=2)
     later.save(3, RankCheckpoint(tables={"items": [make_rows([3], 1.0)]}))
     assert later.steps() == [1, 2, 3]
@@ -336,27 +334,27 @@ def test_retention_keeps_what_an_unreadable_checkpoint_may_need(tmp_path: Path) 
     assert later.steps() == [3, 4]
 
 
-def test_rows_at_either_end_of_a_range_are_read(tmp_path: Path) -> None:
+def test_checkpoint_reads_rows_at_hash_range_edges(tmp_path: Path) -> None:
     """With 2**32 shards a shard owns one hash, so the lowest and highest hash of a file are edges of shards."""
     CheckpointManager(tmp_path).save(0, RankCheckpoint(tables={"items": [make_rows(KEYS, 0)]}))
     restored = CheckpointManager(tmp_path).restore_latest()
     assert restored is not None
-    of_key = dict(zip(hash_of(np.array(KEYS)).tolist(), KEYS, strict=True))
-    assert len(of_key) == len(KEYS)
-    for shard in (min(of_key), max(of_key)):
-        found = restored.rows("items", shard=(shard, 2**32), owned=lambda keys, key=of_key[shard]: keys == key)
-        assert [chunk["keys"].tolist() for chunk in found] == [[of_key[shard]]]
-    assert list(restored.rows("items", shard=(min(of_key) - 1, 2**32))) == []
-    assert list(restored.rows("items", shard=(max(of_key) + 1, 2**32))) == []
+    key_by_hash = dict(zip(hash_of(np.array(KEYS)).tolist(), KEYS, strict=True))
+    assert len(key_by_hash) == len(KEYS)
+    for shard in (min(key_by_hash), max(key_by_hash)):
+        found = restored.rows("items", shard=(shard, 2**32), owned=lambda keys, key=key_by_hash[shard]: keys == key)
+        assert [chunk["keys"].tolist() for chunk in found] == [[key_by_hash[shard]]]
+    assert list(restored.rows("items", shard=(min(key_by_hash) - 1, 2**32))) == []
+    assert list(restored.rows("items", shard=(max(key_by_hash) + 1, 2**32))) == []
 
 
-def test_manifest_describes_every_file_of_every_rank(tmp_path: Path) -> None:
+def test_checkpoint_manifest_lists_files_of_all_ranks(tmp_path: Path) -> None:
     def save(peers: CheckpointGroup) -> None:
         checkpoints = CheckpointManager(tmp_path, peers=peers, max_deltas=2)
         checkpoints.save(1, shard_content(peers, rows_of_rank(peers, 0), 1))
-        gone = torch.tensor([key for key in KEYS[:9] if owner(key, 2) == peers.rank])
+        removed = torch.tensor([key for key in KEYS[:9] if owner(key, 2) == peers.rank])
         content = shard_content(peers, [], 2)
-        checkpoints.save(2, dataclasses.replace(content, removed={"items": gone}, base=checkpoints.base_for_next()))
+        checkpoints.save(2, dataclasses.replace(content, removed={"items": removed}, base=checkpoints.next_base_step()))
 
     assert run_ranks(2, save) == [None, None]
     for step, kind in ((1, "rows"), (2, "removed")):
@@ -387,31 +385,31 @@ def test_manifest_describes_every_file_of_every_rank(tmp_path: Path) -> None:
     assert set(values_of(restored, "items")) == set(KEYS[9:])
 
 
-def test_chain_is_bounded_across_restarts(tmp_path: Path) -> None:
-    """A chain continues from the restored step, and is full again as soon as in one run."""
+def test_incremental_checkpoint_chain_is_bounded_across_restarts(tmp_path: Path) -> None:
+    """After a restart, the chain continues from the restored step, with full checkpoints at the same steps."""
     for step in range(8):
         checkpoints = CheckpointManager(tmp_path, keep=100, max_deltas=2)
         checkpoints.restore_latest()
         checkpoints.save(
-            step, RankCheckpoint(tables={"items": [_chunk({step: 1.0})]}, base=checkpoints.base_for_next())
+            step, RankCheckpoint(tables={"items": [_chunk({step: 1.0})]}, base=checkpoints.next_base_step())
         )
     is_full = [CheckpointManager(tmp_path).restore(step).manifest.base is None for step in range(8)]
     assert is_full == [True, False, False, True, False, False, True, False]
 
 
-def test_dense_tensors_are_split_by_size_alone() -> None:
+def test_checkpoint_dense_tensors_are_split_by_size() -> None:
     tensors = {str(i): torch.zeros(size, dtype=torch.float64) for i, size in enumerate([4, 4, 5, 20, 1, 7, 0, 1])}
     parts = [list(part) for part in parts_of(tensors, 64)]
     assert parts == [["0", "1"], ["2"], ["3"], ["4", "5", "6"], ["7"]]
     assert list(parts_of({}, 64)) == []
 
 
-def test_background_save_keeps_the_removed_keys_of_its_step(tmp_path: Path) -> None:
+def test_background_checkpoint_copies_removed_keys(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path, max_deltas=2)
     checkpoints.save(1, RankCheckpoint(tables={"items": [make_rows(range(4), 1)]}))
     removed = torch.tensor([1, 2])
-    content = RankCheckpoint(tables={"items": []}, removed={"items": removed}, base=checkpoints.base_for_next())
-    safe = content.copied()
+    content = RankCheckpoint(tables={"items": []}, removed={"items": removed}, base=checkpoints.next_base_step())
+    safe = content.copy()
     removed.fill_(3)
     checkpoints.save_async(2, safe, is_copied=True)
     checkpoints.close()
@@ -420,34 +418,36 @@ def test_background_save_keeps_the_removed_keys_of_its_step(tmp_path: Path) -> N
     assert set(values_of(restored, "items")) == {0, 3}
 
 
-def damage_rows(folder: Path, step: int) -> None:
-    """Change a byte of a file of rows, not its size."""
+def corrupt_rows(folder: Path, step: int) -> None:
+    """Change one byte of a rows file without changing its size."""
     file = folder / f"step-{step:08d}" / "rows-items-00000-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"!")
 
 
-def test_rows_are_verified_where_nothing_reads_them_later(tmp_path: Path) -> None:
-    told: list[str] = []
-    checkpoints = CheckpointManager(tmp_path, report=told.append)
+def test_checkpoint_rows_are_verified_if_not_read(tmp_path: Path) -> None:
+    messages: list[str] = []
+    checkpoints = CheckpointManager(tmp_path, report=messages.append)
     for step in (1, 2):
         checkpoints.save(step, RankCheckpoint(tables={"items": [_chunk({1: float(step)})]}))
-    damage_rows(tmp_path, 2)
+    corrupt_rows(tmp_path, 2)
     with pytest.raises(CorruptFileError, match="rows-items"):
         checkpoints.restore(2)
     assert _rows(checkpoints.restore_latest()) == {1: 1.0}
-    assert ["step 2 is damaged" in message for message in told] == [True]
+    assert ["step 2 is corrupt" in message for message in messages] == [True]
 
 
-def test_restored_rows_are_read_from_their_files_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_restored_rows_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     CheckpointManager(tmp_path).save(1, RankCheckpoint(tables={"items": [_chunk({1: 1.0}), _chunk({2: 1.0})]}))
     verified: list[str] = []
     problems_of = checkpoint_manager.file_problems
 
-    def noted(files: list[Any], **options: bool) -> list[str]:
-        verified.extend(entry.name for _, entry in files if entry.kind == "rows" and not options.get("but_rows"))
+    def recorded(files: list[Any], **options: bool) -> list[str]:
+        verified.extend(
+            entry.name for _, entry in files if entry.kind == "rows" and not options.get("skip_row_content")
+        )
         return problems_of(files, **options)
 
-    monkeypatch.setattr(checkpoint_manager, "file_problems", noted)
+    monkeypatch.setattr(checkpoint_manager, "file_problems", recorded)
     found: list[int] = []
     restored = CheckpointManager(tmp_path).restore_latest(
         lambda restored: found.extend(key for chunk in restored.rows("items") for key in chunk["keys"].tolist())
@@ -457,13 +457,13 @@ def test_restored_rows_are_read_from_their_files_once(tmp_path: Path, monkeypatc
     assert restored.bytes_read == sum(entry.bytes for entry in restored.manifest.files if entry.kind == "rows")
 
 
-def test_saves_are_full_unless_deltas_are_configured(tmp_path: Path) -> None:
+def test_checkpoint_is_full_by_default(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save(1, RankCheckpoint(tables={"items": [_chunk({1: 1.0})]}))
-    assert checkpoints.base_for_next() is None
+    assert checkpoints.next_base_step() is None
 
 
-def test_content_is_released_if_the_save_before_it_failed(tmp_path: Path) -> None:
+def test_background_checkpoint_releases_content_after_failure(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save_async(1, dataclasses.replace(make_content(1), state={"not json": object()}))
     closed: list[int] = []
@@ -472,7 +472,7 @@ def test_content_is_released_if_the_save_before_it_failed(tmp_path: Path) -> Non
     assert closed == [2]
 
 
-def test_state_that_is_damaged_is_none(tmp_path: Path) -> None:
+def test_checkpoint_corrupt_state_is_none(tmp_path: Path) -> None:
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save(1, make_content(1))
     assert checkpoints.state(1) == make_content(1).state
@@ -481,20 +481,20 @@ def test_state_that_is_damaged_is_none(tmp_path: Path) -> None:
     assert checkpoints.state(1) is None
 
 
-def test_written_bytes_are_reported_by_the_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
-    checkpoints = CheckpointManager(tmp_path, note=told.append)
+def test_checkpoint_write_throughput_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    messages: list[str] = []
+    checkpoints = CheckpointManager(tmp_path, note=messages.append)
     monkeypatch.setattr(checkpoint_manager, "time", SimpleNamespace(perf_counter=lambda: 104.0))
-    checkpoints._tell(7, "written", 2_000_000_000, 100.0)
-    checkpoints._tell(8, "written", checkpoint_manager.NOTED_BYTES - 1, 100.0)
-    assert told == ["checkpoint of step 7: 2.00 GB written by 1 ranks in 4.0 s (0.50 GB/s)"]
+    checkpoints._report_throughput(7, "written", 2_000_000_000, 100.0)
+    checkpoints._report_throughput(8, "written", checkpoint_manager.NOTED_BYTES - 1, 100.0)
+    assert messages == ["checkpoint of step 7: 2.00 GB written by 1 ranks in 4.0 s (0.50 GB/s)"]
 
 
-def test_merged_checkpoint_has_every_row_of_a_shard_once(tmp_path: Path) -> None:
+def test_incremental_checkpoint_merge_has_each_row_once(tmp_path: Path) -> None:
     def train(peers: CheckpointGroup) -> None:
         checkpoints = CheckpointManager(tmp_path, peers=peers, max_deltas=1)
         for step in range(3):
-            base = checkpoints.base_for_next()
+            base = checkpoints.next_base_step()
             rows = rows_of_rank(peers, step)
             checkpoints.save(step, RankCheckpoint(tables={"items": rows[: None if base is None else 1]}, base=base))
 
@@ -503,5 +503,5 @@ def test_merged_checkpoint_has_every_row_of_a_shard_once(tmp_path: Path) -> None
     assert restored.manifest.base is None
     assert set(values_of(restored, "items")) == set(KEYS)
     rows = [entry for entry in restored.manifest.files if entry.kind == "rows"]
-    held = [load_file(tmp_path / "step-00000002" / entry.name)["keys"].tolist() for entry in rows]
-    assert sorted(itertools.chain(*held)) == sorted(KEYS), "no file holds rows of the other rank"
+    keys = [load_file(tmp_path / "step-00000002" / entry.name)["keys"].tolist() for entry in rows]
+    assert sorted(itertools.chain(*keys)) == sorted(KEYS), "no file contains rows of the other rank"

@@ -1,4 +1,4 @@
-"""`append(A, B)` reads as `prepare(A + B)`: the one is the other's definition."""
+"""A dataset after `append(A, B)` equals `prepare(A + B)`, its reference implementation."""
 
 import csv
 import dataclasses
@@ -25,7 +25,7 @@ from nestrec.data.incremental.append import append
 from nestrec.data.incremental.compaction import compact
 from nestrec.data.incremental.generations import restore
 from nestrec.data.prepare.prepare_options import LogColumns
-from nestrec.data.streaming.ingester import StreamIngester, open_stream_source, options_of
+from nestrec.data.streaming.ingester import StreamIngester, open_stream_source, stream_log_options
 from nestrec.data.streaming.window_policy import WindowRule
 from support.fail_points import armed
 
@@ -50,22 +50,22 @@ def options(duplicates: str) -> dict[str, Any]:
         "duplicates": duplicates,
         "item_columns": TableColumns(categories=("brand",)),
         "user_columns": TableColumns(categories=("level",)),
-        "max_bad_share": 1.0,
+        "max_bad_fraction": 1.0,
     }
 
 
 @st.composite
-def logs(draw: st.DrawFn, *, most: int = 14) -> list[Row]:
-    """Rows of few users, items and times, so that ties, late events and repeats are common."""
+def logs(draw: st.DrawFn, *, max_rows: int = 14) -> list[Row]:
+    """Draws rows of few users, items and times, so that ties, late events and duplicates are common."""
     rows = []
-    for _ in range(draw(st.integers(1, most))):
+    for _ in range(draw(st.integers(1, max_rows))):
         user, item = draw(st.integers(0, 4)), draw(st.sampled_from(["a", "b", "7", "007", "c", "12", "d"]))
         time = draw(st.one_of(st.integers(1000, 1012), st.just("soon")))
         tab, tags = draw(st.sampled_from(["", "x", "y", "z"])), draw(st.sampled_from(["", "p", "p|q", "r|p|s"]))
         price, note = draw(st.sampled_from(["", "1.5", "2"])), draw(st.sampled_from(["", "red hat", "hat"]))
-        # What is told of items and users is a function of them: the first row of each counts, wherever it stands.
-        told = (f"brand{ord(item[0]) % 3}", f"level{user % 2}", "1")
-        rows.append((user, item, time, draw(st.integers(0, 1)), tab, tags, price, note, *told))
+        # Attributes are a function of the item or user, because only the first row of each is used.
+        attributes = (f"brand{ord(item[0]) % 3}", f"level{user % 2}", "1")
+        rows.append((user, item, time, draw(st.integers(0, 1)), tab, tags, price, note, *attributes))
     return rows
 
 
@@ -78,7 +78,7 @@ def write(path: Path, rows: list[Row]) -> Path:
 
 
 def content(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """All that can be read, by the names of the source: sequences of users, and items."""
+    """Returns the sequences of users and the items of a dataset, with ids replaced by the keys of the source."""
     dataset = Dataset.open(folder)
     dataset.verify()
     card = dataset.card
@@ -89,15 +89,15 @@ def content(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     assert dataset.lengths.tolist() == rows.scalars["length"].tolist()
     assert rows.scalars["user_id"].tolist() == list(range(dataset.num_samples))
     users = {}
-    for place, name in enumerate(dataset.user_keys(np.arange(dataset.num_samples))):
+    for row, name in enumerate(dataset.user_keys(np.arange(dataset.num_samples))):
         sequence: dict[str, Any] = {}
         for column, (values, offsets) in rows.lists.items():
-            mine = values[offsets[place] : offsets[place + 1]].tolist()
+            own_values = values[offsets[row] : offsets[row + 1]].tolist()
             names = {"item_ids": item_key}.get(column, keys.get(column))
-            sequence[column] = [str(v) if names is None else names[v] for v in mine]
-        sequence["level"] = keys["user_level"][rows.scalars["user_level"][place]]
+            sequence[column] = [str(v) if names is None else names[v] for v in own_values]
+        sequence["level"] = keys["user_level"][rows.scalars["user_level"][row]]
         users[name] = sequence
-    found = {
+    item_features = {
         key: (count, keys["item_brand"][brand])
         for key, count, brand in zip(items["item_key"], items["count"], items["item_brand"], strict=True)
     }
@@ -105,7 +105,7 @@ def content(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     for feature in card.features:
         if feature.kind in ("category", "categories"):
             assert feature.vocabulary_size == len(keys[feature.column])
-    return users, found
+    return users, item_features
 
 
 def key_of(dataset: Dataset, column: str) -> list[str | None]:
@@ -117,7 +117,7 @@ def key_of(dataset: Dataset, column: str) -> list[str | None]:
 
 
 def figures(card: DatasetCard) -> tuple[Any, ...]:
-    """Repeats of older events are looked for only where they are dropped."""
+    """Returns the statistics of a card, without `duplicates_kept`: append counts only the duplicates that it drops."""
     counts = dataclasses.replace(card.counts, duplicates_kept=0)
     return counts, card.lengths, card.popularity, card.length_histogram, card.popularity_histogram
 
@@ -127,8 +127,8 @@ def is_good(rows: list[Row]) -> bool:
 
 
 @pytest.mark.parametrize("examples", [4, pytest.param(400, marks=[pytest.mark.slow, pytest.mark.timeout(900)])])
-def test_append_reads_as_prepare_of_everything(tmp_path: Path, examples: int) -> None:
-    parts = st.lists(logs(most=8), min_size=1, max_size=4)
+def test_append_equals_prepare_of_all_rows(tmp_path: Path, examples: int) -> None:
+    parts = st.lists(logs(max_rows=8), min_size=1, max_size=4)
 
     @settings(max_examples=examples, deadline=None)
     @given(logs(), parts, st.sampled_from(["keep", "drop"]), st.booleans())
@@ -142,9 +142,9 @@ def check_equal(tmp_path: Path, first: list[Row], more: list[list[Row]], duplica
     more = [rows for rows in more if is_good(rows)]
     if not more:
         return
-    # There is something to learn the transform of the number from.
+    # These rows make sure that there are values to fit the transform of the number on.
     first = [*((8, "z", 900 + n, 1, "x", "", str(n), "", "b", "l", 1) for n in range(4)), *first]
-    for name in ("grown", "whole"):
+    for name in ("grown", "prepared"):
         shutil.rmtree(tmp_path / name, ignore_errors=True)
     prepare("log", write(tmp_path / "0.csv", first), tmp_path / "grown", **options(duplicates))
     fitted = DatasetCard.load(tmp_path / "grown")
@@ -154,10 +154,10 @@ def check_equal(tmp_path: Path, first: list[Row], more: list[list[Row]], duplica
     if compacts:
         compact(tmp_path / "grown")
     everything = [*first, *(row for rows in more for row in rows)]
-    prepare("log", write(tmp_path / "all.csv", everything), tmp_path / "whole", **options(duplicates))
-    grown, wanted = DatasetCard.load(tmp_path / "grown"), DatasetCard.load(tmp_path / "whole")
-    assert content(tmp_path / "grown") == content(tmp_path / "whole")
-    assert figures(grown) == figures(wanted)
+    prepare("log", write(tmp_path / "all.csv", everything), tmp_path / "prepared", **options(duplicates))
+    grown, expected = DatasetCard.load(tmp_path / "grown"), DatasetCard.load(tmp_path / "prepared")
+    assert content(tmp_path / "grown") == content(tmp_path / "prepared")
+    assert figures(grown) == figures(expected)
     assert grown.event_features[0].transform == fitted.event_features[0].transform
     assert grown.generation == len(more) + int(compacts)
     for number, generation in enumerate(grown.generations):
@@ -182,17 +182,17 @@ POINTS = ("data.append.after_split", "data.append.before_layer", "data.append.be
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_an_append_that_ends_in_the_middle_leaves_the_old_generation(grown: Path, point: str) -> None:
-    class Killed(BaseException):
+def test_append_interrupted_keeps_previous_generation(grown: Path, point: str) -> None:
+    class SimulatedKill(BaseException):
         pass
 
     def kill() -> None:
-        raise Killed
+        raise SimulatedKill
 
     append(write(grown.parent / "1.csv", rows_of(1)), grown)
     before = content(grown)
     second = write(grown.parent / "2.csv", rows_of(2))
-    with armed(point, kill), pytest.raises(Killed):
+    with armed(point, kill), pytest.raises(SimulatedKill):
         append(second, grown)
     assert content(grown) == before
     assert DatasetCard.load(grown).generation == 1
@@ -204,7 +204,7 @@ def test_an_append_that_ends_in_the_middle_leaves_the_old_generation(grown: Path
     assert files_in(grown) == files_in(untouched)
 
 
-def test_a_file_that_is_in_the_dataset_is_refused(grown: Path) -> None:
+def test_append_rejects_a_file_already_in_the_dataset(grown: Path) -> None:
     first = write(grown.parent / "1.csv", rows_of(1))
     append(first, grown)
     again = shutil.copy(first, grown.parent / "other name.csv")
@@ -213,13 +213,13 @@ def test_a_file_that_is_in_the_dataset_is_refused(grown: Path) -> None:
     append(other_ends, grown)
     before = files_in(grown)
     for path, known in ((again, "1.csv"), (grown.parent / "0.csv", "0.csv"), (other_ends, "cr.csv")):
-        with pytest.raises(DataError, match=f"in the dataset already, as {known}"):
+        with pytest.raises(DataError, match=f"already contains this file as {known}"):
             append(path, grown)
     assert files_in(grown) == before
 
 
-def test_files_without_rows_are_no_files_that_are_in_the_dataset(grown: Path) -> None:
-    """Hours in which nothing happened are all the same: the second folder with one was refused, as was one with two."""
+def test_append_accepts_several_files_without_rows(grown: Path) -> None:
+    """Regression test: files of hours without events are identical, but they are not duplicates of each other."""
     for number in (1, 2):
         folder = grown.parent / f"day{number}"
         folder.mkdir()
@@ -230,41 +230,41 @@ def test_files_without_rows_are_no_files_that_are_in_the_dataset(grown: Path) ->
         pq.write_table(pa.table({name: pa.array([], pa.string()) for name in NAMES}), folder / "e.parquet")
         assert len(append(folder, grown).generations[-1].inputs) == 1
     (grown.parent / "half.csv.gz").write_bytes(gzip.compress(b"user,item\n" * 99)[:20])
-    with pytest.raises(DataError, match="whole"):
+    with pytest.raises(DataError, match="the file is complete"):
         append(grown.parent / "half.csv.gz", grown)
-    with pytest.raises(DataError, match="has no usable events"):
+    with pytest.raises(DataError, match="no usable events"):
         append(folder / "d.csv", grown)
 
 
-def test_an_earlier_generation_can_be_read_and_gone_back_to(grown: Path) -> None:
+def test_generation_earlier_can_be_read_and_restored(grown: Path) -> None:
     contents = [content(grown)]
     for number in (1, 2, 3):
         append(write(grown.parent / f"{number}.csv", rows_of(number)), grown)
         contents.append(content(grown))
     assert Dataset.open(grown, generation=1).card.counts.events == 6
-    told = CliRunner().invoke(app, ["restore", str(grown), "--generation", "1"])
-    assert told.exit_code == 0
-    assert "generation 1, 6 events" in told.output
+    result = CliRunner().invoke(app, ["restore", str(grown), "--generation", "1"])
+    assert result.exit_code == 0
+    assert "generation 1, 6 events" in result.output
     assert content(grown) == contents[1]
     for number in (2, 3):
         append(grown.parent / f"{number}.csv", grown)
     assert content(grown) == contents[3]
 
 
-def test_a_generation_whose_files_are_gone_is_not_restored(grown: Path) -> None:
+def test_generation_with_deleted_files_is_not_restored(grown: Path) -> None:
     for number in range(1, 13):
         append(write(grown.parent / f"{number}.csv", rows_of(number)), grown)
     before = files_in(grown)
-    assert (grown / "cards" / "000001.json").exists()  # its card is still there
+    assert (grown / "cards" / "000001.json").exists()  # the card of the generation still exists
     for number in (1, 13, -1):
-        with pytest.raises(DataError, match=r"(?s)is no generation that is kept.*take one of .*11, 12"):
+        with pytest.raises(DataError, match=r"this generation is not available.*Choose one of .*11, 12"):
             restore(grown, number)
-        with pytest.raises(DataError, match="is no generation that is kept"):
+        with pytest.raises(DataError, match="this generation is not available"):
             Dataset.open(grown, generation=number)
     assert files_in(grown) == before
 
 
-def test_a_file_of_nothing_but_repeats_adds_nothing(grown: Path) -> None:
+def test_append_of_duplicates_only_adds_no_events(grown: Path) -> None:
     first = write(grown.parent / "1.csv", rows_of(1))
     append(first, grown, overrides={"duplicates": "drop"})
     before = content(grown)
@@ -279,44 +279,44 @@ def test_a_file_of_nothing_but_repeats_adds_nothing(grown: Path) -> None:
     assert content(grown) == after
 
 
-def test_many_small_appends_leave_few_layers(grown: Path) -> None:
+def test_append_many_small_files_leaves_few_layers(grown: Path) -> None:
     for number in range(1, 13):
         append(write(grown.parent / f"{number}.csv", rows_of(number)), grown)
     card = DatasetCard.load(grown)
     assert len(card.layers) <= 5
     assert sum(layer.events for layer in card.layers) == card.counts.events == 39
-    assert len(list((grown / "layers").iterdir())) < 20  # those of a few generations back, and no more
+    assert len(list((grown / "layers").iterdir())) < 20  # only layers of the last few generations are retained
 
 
-def test_what_the_dataset_does_not_have_is_refused(grown: Path) -> None:
+def test_append_rejects_options_the_dataset_does_not_have(grown: Path) -> None:
     path = write(grown.parent / "1.csv", rows_of(1))
     for overrides, problem in (
-        ({"log.actions": '{"like": "click"}'}, "has actions click"),
-        ({"log.categories": "[]"}, "the dataset has price, tab"),
-        ({"log.categories": []}, "the dataset has price, tab"),
+        ({"log.actions": '{"like": "click"}'}, "has different actions: click"),
+        ({"log.categories": "[]"}, "the dataset has different event features: price, tab"),
+        ({"log.categories": []}, "the dataset has different event features: price, tab"),
         ({"log.time": "none"}, "has times"),
     ):
         with pytest.raises(DataError, match=problem):
             append(path, grown, overrides=overrides)
-    with pytest.raises(UserError, match=r"overrides=\['items'\]: are not named values"):
+    with pytest.raises(UserError, match=r"overrides=\['items'\]: must be a mapping of option names to values"):
         append(path, grown, overrides=["items"])  # type: ignore[arg-type]
-    append(path, grown, overrides={"max_bad_share": 0.5, "log.user": Path("user")})
+    append(path, grown, overrides={"max_bad_fraction": 0.5, "log.user": Path("user")})
 
 
-def test_a_scan_sees_what_rows_see(grown: Path) -> None:
+def test_dataset_scan_equals_rows_across_layers(grown: Path) -> None:
     for number in (1, 2):
         append(write(grown.parent / f"{number}.csv", rows_of(number)), grown)
     dataset = Dataset.open(grown)
-    found = [(first, group.lists["item_ids"]) for first, group in dataset.scan(["item_ids"])]
+    scanned = [(first, group.lists["item_ids"]) for first, group in dataset.scan(["item_ids"])]
     values, offsets = dataset.rows(np.arange(dataset.num_samples)).lists["item_ids"]
-    assert np.array_equal(np.concatenate([values for _, (values, _) in found]), values)
-    assert [int(first + len(o) - 1) for first, (_, o) in found][-1] == dataset.num_samples == len(offsets) - 1
+    assert np.array_equal(np.concatenate([values for _, (values, _) in scanned]), values)
+    assert [int(first + len(o) - 1) for first, (_, o) in scanned][-1] == dataset.num_samples == len(offsets) - 1
 
 
-def test_events_of_a_stream_mean_what_they_meant_to_prepare(tmp_path: Path) -> None:
-    """Ratings, repeats, and what the log itself tells of new items and users."""
+def test_stream_ingestion_equals_append_of_the_same_events(tmp_path: Path) -> None:
+    """Covers ratings, duplicates, and attributes of new items and users that are columns of the log."""
     log = LogColumns(time="t", rating="stars", actions={"click": "click"})
-    given: dict[str, Any] = {
+    prepare_options: dict[str, Any] = {
         "log": log,
         "min_rating": 2.0,
         "positive_rating": 4.0,
@@ -331,39 +331,39 @@ def test_events_of_a_stream_mean_what_they_meant_to_prepare(tmp_path: Path) -> N
     rest = tmp_path / "incoming" / "rest.csv"
     rest.write_text("\n".join([header, *rows[4:], *rows[10:14]]) + "\n")
     for name in ("appended", "streamed"):
-        prepare("log", tmp_path / "first.csv", tmp_path / name, **given)
+        prepare("log", tmp_path / "first.csv", tmp_path / name, **prepare_options)
     append(rest, tmp_path / "appended")
     folder = tmp_path / "streamed"
-    options = options_of(DatasetCard.load(folder), None, 1.0)
+    options = stream_log_options(DatasetCard.load(folder), None, 1.0)
     source = open_stream_source(str(tmp_path / "incoming"), options)
-    told: list[str] = []
+    reports: list[str] = []
     stream = StreamIngester(
-        source, str(tmp_path / "incoming"), folder, WindowRule(events=40), options, tell=told.append
+        source, str(tmp_path / "incoming"), folder, WindowRule(events=40), options, report=reports.append
     )
-    found = stream.next_window(lambda: True)
-    assert found is not None
+    window = stream.next_window(lambda: True)
+    assert window is not None
     assert content(folder) == content(tmp_path / "appended")
-    assert found[0].counts == DatasetCard.load(tmp_path / "appended").counts
-    assert not told
-    # A field that is sent no longer.
+    assert window[0].counts == DatasetCard.load(tmp_path / "appended").counts
+    assert not reports
+    # The source stops sending a field.
     (tmp_path / "incoming" / "z.csv").write_text(
         "\n".join([header, *(f"u1,i{k},200,5,1,,l1" for k in range(40))]) + "\n"
     )
     assert stream.next_window(lambda: True) is not None
-    assert told == ["no event of this window has anything in 'brand': is the field still called so?"]
+    assert reports == ["column 'brand' is blank in all events of this window; check the name of the field"]
 
 
-def test_append_reads_tables_as_prepared(tmp_path: Path) -> None:
-    """Brands are numbers here, which are guessed to be prices if no option names them."""
+def test_append_reads_side_tables_as_prepared(tmp_path: Path) -> None:
+    """Brands are numbers here, which would be inferred to be numeric without the option."""
     (tmp_path / "a.csv").write_text("user,item\nu,1\nu,2\n")
     (tmp_path / "b.csv").write_text("user,item\nu,3\nu,4\n")
     (tmp_path / "items.csv").write_text("item,brand\n1,10\n2,20\n")
     (tmp_path / "more.csv").write_text("item,brand\n3,20\n")
     columns = TableColumns(categories=("brand",))
     prepare("log", tmp_path / "a.csv", tmp_path / "data", items=str(tmp_path / "items.csv"), item_columns=columns)
-    words = ["append", str(tmp_path / "b.csv"), str(tmp_path / "data"), "--items", str(tmp_path / "more.csv")]
-    result = CliRunner().invoke(app, words)
+    arguments = ["append", str(tmp_path / "b.csv"), str(tmp_path / "data"), "--items", str(tmp_path / "more.csv")]
+    result = CliRunner().invoke(app, arguments)
     assert result.exception is None, result.exception
     brands = {item["item_key"]: item["item_brand"] for item in Dataset.open(tmp_path / "data").items().to_pylist()}
     assert brands == {"1": 1, "2": 2, "3": 2, "4": 0}
-    assert "1 of 2 new items came without features (brand)" in result.output
+    assert "1 of 2 new items have no features (brand)" in result.output

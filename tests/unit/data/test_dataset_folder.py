@@ -1,4 +1,4 @@
-"""A dataset appears whole or not at all."""
+"""Datasets are written atomically: a folder has a complete dataset or none."""
 
 import os
 import subprocess
@@ -28,13 +28,13 @@ def fail() -> None:
 
 
 @pytest.mark.parametrize("point", ["data.after_split", "folder.before_rename"])
-def test_an_error_leaves_neither_dataset_nor_leftovers(log: Path, point: str) -> None:
+def test_prepare_error_leaves_no_dataset_or_partial_files(log: Path, point: str) -> None:
     with armed(point, fail), pytest.raises(OSError, match="disk full"):
         prepare("log", log, log.parent / "out")
     assert [p.name for p in log.parent.iterdir()] == ["log.csv"]
 
 
-def test_a_killed_prepare_leaves_no_dataset_and_the_next_one_succeeds(log: Path) -> None:
+def test_prepare_killed_leaves_no_dataset_and_can_be_repeated(log: Path) -> None:
     code = (
         "import sys; from nestrec.data.formats.format_registry import prepare; prepare('log', sys.argv[1], sys.argv[2])"
     )
@@ -49,19 +49,19 @@ def test_a_killed_prepare_leaves_no_dataset_and_the_next_one_succeeds(log: Path)
     assert not list(log.parent.glob(".out*"))
 
 
-def test_an_existing_dataset_is_replaced_only_by_force(log: Path) -> None:
+def test_prepare_replaces_existing_dataset_only_with_force(log: Path) -> None:
     out = log.parent / "out"
     prepare("log", log, out)
     before = Dataset.open(out).digest
     with pytest.raises(DataError, match="--force"):
         prepare("log", log, out)
     assert Dataset.open(out).digest == before
-    prepare("log", log, out, options=LogOptions(force=True, min_user_events=15))
+    prepare("log", log, out, options=LogOptions(force=True, final_min_events_per_user=15))
     assert Dataset.open(out).num_samples == 2
     assert sorted(p.name for p in out.parent.iterdir()) == ["log.csv", "out"]
 
 
-def test_a_failed_replacement_leaves_the_old_dataset(log: Path) -> None:
+def test_prepare_failed_replacement_leaves_the_old_dataset(log: Path) -> None:
     out = log.parent / "out"
     prepare("log", log, out)
     with armed("folder.before_rename", fail), pytest.raises(OSError, match="disk full"):
@@ -69,19 +69,19 @@ def test_a_failed_replacement_leaves_the_old_dataset(log: Path) -> None:
     Dataset.open(out).verify()
 
 
-def test_a_folder_that_is_no_dataset_is_never_replaced(log: Path) -> None:
+def test_prepare_never_replaces_a_folder_without_dataset(log: Path) -> None:
     with pytest.raises(DataError, match="not a prepared dataset"):
         prepare("log", log, log.parent, options=LogOptions(force=True))
     assert log.exists()
 
 
-def test_an_empty_folder_is_filled(log: Path) -> None:
+def test_prepare_writes_into_an_empty_folder(log: Path) -> None:
     (log.parent / "out").mkdir()
     prepare("log", log, log.parent / "out")
     assert Dataset.open(log.parent / "out").num_samples == 7
 
 
-def test_two_writers_of_one_output_are_kept_apart(log: Path) -> None:
+def test_prepare_rejects_a_second_writer_of_one_output(log: Path) -> None:
     with replaced_folder(log.parent / "out", marker=CARD_FILE, force=False) as folder:
         (folder / "mine").write_text("x")
         with pytest.raises(DataError, match="another process"):

@@ -1,4 +1,4 @@
-"""Statistics on the card."""
+"""Statistics on the dataset card."""
 
 import numpy as np
 import pytest
@@ -9,13 +9,13 @@ from nestrec.data.dataset_card import length_statistics, log_histogram, populari
 
 
 @pytest.mark.parametrize("s", [0.0, 0.6, 0.75, 1.0, 1.5])
-def test_exponent_of_exact_zipf_counts_is_found(s: float) -> None:
+def test_zipf_exponent_of_exact_counts_is_recovered(s: float) -> None:
     counts = np.round(1e9 * np.arange(1, 2001) ** -s).astype(np.int64)
     assert zipf_exponent(counts) == pytest.approx(s, abs=1e-3)
 
 
 @given(values=st.lists(st.integers(0, 10**7), min_size=1, max_size=50))
-def test_every_positive_value_is_in_one_bin(values: list[int]) -> None:
+def test_log_histogram_counts_each_positive_value_once(values: list[int]) -> None:
     histogram = log_histogram(np.array(values))
     assert sum(histogram.counts) == sum(v > 0 for v in values)
     assert len(histogram.edges) == len(histogram.counts) + 1 or not histogram.counts
@@ -23,20 +23,20 @@ def test_every_positive_value_is_in_one_bin(values: list[int]) -> None:
         assert count == sum(low <= v < high for v in values) or high == histogram.edges[-1]
 
 
-def test_statistics_of_nothing_are_zeros() -> None:
+def test_dataset_statistics_of_empty_data_are_zero() -> None:
     assert length_statistics(np.zeros(0, np.int32)).max == 0
     assert popularity_statistics(np.zeros(5, np.int64)).zipf_s == 0.0
 
 
-def test_top_shares_count_observed_items_only() -> None:
+def test_popularity_top_shares_count_observed_items_only() -> None:
     counts = np.array([0] * 900 + [1] * 90 + [10] * 10)
-    found = popularity_statistics(counts)
-    assert found.top_10_percent_share == pytest.approx(100 / 190, abs=1e-4)
-    assert found.top_1_percent_share == pytest.approx(10 / 190, abs=1e-4)
+    statistics = popularity_statistics(counts)
+    assert statistics.top_10_percent_share == pytest.approx(100 / 190, abs=1e-4)
+    assert statistics.top_1_percent_share == pytest.approx(10 / 190, abs=1e-4)
 
 
-def test_length_statistics_are_those_of_numpy() -> None:
+def test_length_statistics_equal_numpy() -> None:
     lengths = np.array([1, 2, 3, 4, 100])
-    found = length_statistics(lengths)
-    assert (found.mean, found.p50, found.max) == (22.0, 3.0, 100)
-    assert found.ln_mean == pytest.approx(np.log(lengths).mean(), abs=1e-4)
+    statistics = length_statistics(lengths)
+    assert (statistics.mean, statistics.p50, statistics.max) == (22.0, 3.0, 100)
+    assert statistics.ln_mean == pytest.approx(np.log(lengths).mean(), abs=1e-4)

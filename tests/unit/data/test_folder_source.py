@@ -1,4 +1,4 @@
-"""A folder as the source of a stream: files appear whole and stay as they were; what is no source is told."""
+"""A folder as a stream source: files must appear atomically and never change; invalid sources are rejected."""
 
 import gzip
 import shutil
@@ -13,11 +13,11 @@ from nestrec.data.streaming.stream_source import StreamPosition, open_source
 from support.stream_fixtures import drop_files, stream_events
 
 
-def test_files_that_are_taken_away_before_they_were_read_are_told_of(tmp_path: Path) -> None:
+def test_folder_source_reports_files_deleted_before_reading(tmp_path: Path) -> None:
     folder = tmp_path / "events"
-    wanted = tuple(stream_events(1)[0])
-    drop_files(folder, stream_events(4), events_a_file=2)
-    source = FolderSource(folder, LogColumns(), wanted)
+    columns = tuple(stream_events(1)[0])
+    drop_files(folder, stream_events(4), events_per_file=2)
+    source = FolderSource(folder, LogColumns(), columns)
     first = source.read({}, 1)
     assert first is not None
     (folder / "part-00000.jsonl").unlink()
@@ -28,66 +28,68 @@ def test_files_that_are_taken_away_before_they_were_read_are_told_of(tmp_path: P
         source.read({}, 1)
 
 
-def test_a_file_that_changes_after_it_was_read_is_told_of(tmp_path: Path) -> None:
-    """What is written behind its end would never be read; of a shorter one, rows would be skipped."""
+def test_folder_source_reports_files_changed_after_reading(tmp_path: Path) -> None:
+    """Rows appended to a file that was read would never be read; in a shorter file, rows would be skipped."""
     folder = tmp_path / "events"
-    wanted = tuple(stream_events(1)[0])
-    drop_files(folder, stream_events(40), events_a_file=20)
+    columns = tuple(stream_events(1)[0])
+    drop_files(folder, stream_events(40), events_per_file=20)
     (folder / "part-00001.jsonl").rename(tmp_path / "later.jsonl")
     file = folder / "part-00000.jsonl"
-    whole = file.read_text()
-    source = FolderSource(folder, LogColumns(), wanted)
-    half, all_of_it = source.read({}, 12), source.read({}, 20)
+    full_text = file.read_text()
+    source = FolderSource(folder, LogColumns(), columns)
+    half, complete = source.read({}, 12), source.read({}, 20)
     assert half is not None
-    assert all_of_it is not None
-    assert "file" not in all_of_it.position, "who waits for more would read it again at every look"
-    for text in (whole + whole.splitlines()[0] + "\n", whole[: len(whole) // 4]):
+    assert complete is not None
+    assert "file" not in complete.position, "the file would be read again at every poll"
+    for text in (full_text + full_text.splitlines()[0] + "\n", full_text[: len(full_text) // 4]):
         file.write_text(text)
-        for rows in (half, all_of_it):
-            with pytest.raises(UserError, match=r"(?s)part-00000.jsonl.*bytes when it was read.*must appear whole"):
-                FolderSource(folder, LogColumns(), wanted).read(rows.position, 20)
-    # Packed or taken away when it has been read, it is what it was; the next file comes.
+        for rows in (half, complete):
+            with pytest.raises(
+                UserError, match=r"(?s)part-00000.jsonl.*bytes when it was read.*must appear atomically"
+            ):
+                FolderSource(folder, LogColumns(), columns).read(rows.position, 20)
+    # A file that was read completely may be compressed or deleted; reading continues with the next file.
     file.unlink()
     with gzip.open(folder / "part-00000.jsonl.gz", "wt") as packed:
-        packed.write(whole)
+        packed.write(full_text)
     (tmp_path / "later.jsonl").rename(folder / "part-00001.jsonl")
-    rest = source.read(all_of_it.position, 30)
+    rest = source.read(complete.position, 30)
     assert rest is not None
     assert (rest.batch.file, rest.batch.num_rows) == ("part-00001.jsonl", 20)
     assert source.read(rest.position, 30) is None
 
 
-def test_a_file_that_is_not_whole_is_refused_with_what_to_do(tmp_path: Path) -> None:
+def test_folder_source_rejects_truncated_file_with_remedy(tmp_path: Path) -> None:
     (tmp_path / "half.jsonl.gz").write_bytes(gzip.compress(b'{"user": 1}\n' * 999)[:-20])
-    with pytest.raises(DataError, match=r"(?s)half.jsonl.gz.*must appear whole.*goes on where it stood"):
+    with pytest.raises(DataError, match=r"(?s)half.jsonl.gz.*must appear atomically.*resumes from the last position"):
         FolderSource(tmp_path, LogColumns(), ("user",)).read({}, 5)
 
 
 @pytest.mark.parametrize(
     ("address", "problem"),
     [
-        ("{}/nothing", "no folder that there is"),
-        ("{}/file.csv", "it is a file"),
-        ("kafka://localhost:9092", "names no brokers or no topic"),
-        ("kafka:///events", "names no brokers or no topic"),
+        ("{}/nothing", "the folder does not exist"),
+        ("{}/file.csv", "a file cannot be a stream source"),
+        ("kafka://localhost:9092", "the address lacks brokers or a topic"),
+        ("kafka:///events", "the address lacks brokers or a topic"),
     ],
 )
-def test_what_is_no_source_is_refused_with_the_reason(tmp_path: Path, address: str, problem: str) -> None:
+def test_stream_source_address_is_validated(tmp_path: Path, address: str, problem: str) -> None:
     (tmp_path / "file.csv").touch()
     with pytest.raises(UserError, match=problem):
         open_source(address.format(tmp_path), LogColumns())
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "csv"])
-def test_folder_lag_falls_as_a_file_is_read(tmp_path: Path, suffix: str) -> None:
+def test_folder_source_lag_falls_as_a_file_is_read(tmp_path: Path, suffix: str) -> None:
     file = tmp_path / f"events.{suffix}"
     lines = [f'{{"user": {i}}}' if suffix == "jsonl" else f"{i}" for i in range(100, 200)]
     file.write_text("\n".join([*(["user"] if suffix == "csv" else []), *lines]) + "\n")
     source = FolderSource(tmp_path, LogColumns(), ("user",))
     size = file.stat().st_size
     position: StreamPosition = {}
-    left = []
+    remaining = []
     while (rows := source.read(position, 25)) is not None:
         position = rows.position
-        left.append(source.lag(position)["bytes"] / size)
-    assert left == pytest.approx([0.75, 0.5, 0.25, 0.0])
+        remaining.append(source.lag(position)["bytes"] / size)
+    assert remaining == pytest.approx([0.75, 0.5, 0.25, 0.0])

@@ -1,4 +1,4 @@
-"""The same id gives the same text and the same time the same milliseconds, whatever holds it."""
+"""Equal ids get equal texts, and equal times equal milliseconds, in every file format and column type."""
 
 import csv
 import itertools
@@ -27,7 +27,7 @@ from nestrec.data.prepare import raw_rows
 from nestrec.data.prepare.event_parser import EventParser
 from nestrec.data.prepare.parse import BAD, GOOD, UNIT_NAMES, parse_integers, parse_times_ms
 from nestrec.data.prepare.prepare_options import LogColumns
-from nestrec.data.streaming.ingester import StreamIngester, open_stream_source, options_of
+from nestrec.data.streaming.ingester import StreamIngester, open_stream_source, stream_log_options
 from nestrec.data.streaming.window_policy import WindowRule
 
 UNITS = {"s": 3, "ms": 0, "us": -3, "ns": -6}
@@ -35,7 +35,7 @@ MOMENT_NS = 1_700_000_000_123_456_789
 
 
 def exact_ms(number: str | Decimal, unit: str) -> int:
-    """Rounds the decimal number itself down: the definition."""
+    """Reference implementation: rounds the exact decimal number down to milliseconds."""
     return int(Decimal(number).scaleb(UNITS[unit]).to_integral_value(ROUND_FLOOR))
 
 
@@ -58,10 +58,10 @@ def test_times_fractions_of_seconds_are_exact_in_every_type(count: int) -> None:
 
 
 @given(numbers=st.lists(st.floats(0, 7e9), min_size=1, max_size=50), unit=st.sampled_from(["s", "ms"]))
-def test_times_of_floats_are_those_of_their_texts(numbers: list[float], unit: str) -> None:
-    found = parse_times_ms(pa.array(numbers), unit)[0]
-    assert found.tolist() == [exact_ms(repr(number), unit) for number in numbers]
-    assert found.tolist() == parse_times_ms(pa.array(map(repr, numbers)), unit)[0].tolist()
+def test_times_of_floats_equal_those_of_their_text(numbers: list[float], unit: str) -> None:
+    times = parse_times_ms(pa.array(numbers), unit)[0]
+    assert times.tolist() == [exact_ms(repr(number), unit) for number in numbers]
+    assert times.tolist() == parse_times_ms(pa.array(map(repr, numbers)), unit)[0].tolist()
 
 
 @given(
@@ -81,14 +81,14 @@ def test_times_of_any_text_equal_exact_decimals(text: str, unit: str) -> None:
 
 
 @pytest.mark.parametrize("text", ["0x10", "0X1A", "1_000", "١٢", "1e", "e5", ".", "+-1", "inf", "12abc"])
-def test_times_and_integers_are_decimal_digits_alone(text: str) -> None:
+def test_times_and_integers_accept_decimal_digits_only(text: str) -> None:
     for cells in ([text], ["16", text], [text, "16"]):
         row = cells.index(text)
         assert parse_times_ms(pa.array(cells), "s")[1][row] == BAD
         assert parse_integers(pa.array(cells))[1][row] == BAD
 
 
-def test_integers_are_read_alike_with_any_neighbors() -> None:
+def test_integers_parse_the_same_with_any_neighbors() -> None:
     for text, value in {str(2**62 + 1): 2**62 + 1, "12.0": 12, "1e3": 1000, "-7": -7}.items():
         for neighbors in ([], ["x"], ["1.5"], [""]):
             values, states = parse_integers(pa.array([text, *neighbors]))
@@ -121,7 +121,7 @@ def test_time_unit_is_inferred_and_printed(tmp_path: Path, unit: str) -> None:
     out = tmp_path / "out"
     shown = CliRunner().invoke(app, ["prepare", "log", str(tmp_path / "log.csv"), str(out), "--log.time", "t"])
     assert shown.exit_code == 0, shown.output
-    assert f"unit of times: {unit} (" in shown.output
+    assert f"time unit: {unit} (" in shown.output
     assert DatasetCard.load(out).options["log"]["time_unit"] == unit
     assert set(times_of(out)) <= {MOMENT_MS, 0}
 
@@ -131,26 +131,26 @@ def test_time_unit_without_plausible_years_is_seconds(tmp_path: Path) -> None:
     assert (card.options["log"]["time_unit"], times_of(tmp_path / "out")) == ("s", [5000, 7500])
 
 
-def test_time_unit_that_is_ambiguous_is_refused(tmp_path: Path) -> None:
+def test_time_unit_ambiguous_is_rejected(tmp_path: Path) -> None:
     (tmp_path / "log").mkdir()
     for first, second in itertools.permutations(IN_UNIT, 2):
         both = write_csv(tmp_path / "both.csv", IN_UNIT[first], IN_UNIT[second])
         write_csv(tmp_path / "log" / "1.csv", IN_UNIT[first])
         write_csv(tmp_path / "log" / "2.csv", IN_UNIT[second])
         for source in (both, tmp_path / "log"):
-            with pytest.raises(DataError, match=r"looks like .* and .* like .*\n.*--log.time_unit"):
+            with pytest.raises(DataError, match=r"looks like .*, and .* looks like .*--log.time_unit"):
                 prepare("log", source, tmp_path / "out", **{"log.time": "t"})
 
 
 @pytest.mark.parametrize("unit", ["ms", "us", "ns", "iso"])
-def test_time_unit_that_is_wrong_is_named_in_the_error(tmp_path: Path, unit: str) -> None:
+def test_time_unit_wrong_is_corrected_in_the_error(tmp_path: Path, unit: str) -> None:
     source = write_csv(tmp_path / "log.csv", IN_UNIT[unit], IN_UNIT[unit])
-    with pytest.raises(DataError) as refused:
+    with pytest.raises(DataError) as raised:
         prepare("log", source, tmp_path / "out", **{"log.time": "t", "log.time_unit": "s"})
-    assert f"{IN_UNIT[unit]} looks like {UNIT_NAMES[unit]}. Set --log.time_unit {unit}" in refused.value.remedy
+    assert f"{IN_UNIT[unit]} looks like {UNIT_NAMES[unit]}. Set --log.time_unit {unit}" in raised.value.remedy
 
 
-def test_time_unit_of_timestamps_needs_no_inference(tmp_path: Path) -> None:
+def test_time_unit_of_typed_timestamps_is_not_inferred(tmp_path: Path) -> None:
     moments = pa.array([MOMENT_MS, 5], pa.timestamp("ms"))
     pq.write_table(pa.table({"user": ["u", "u"], "item": [1, 2], "t": moments}), tmp_path / "log.parquet")
     card = prepare("log", tmp_path / "log.parquet", tmp_path / "out", **{"log.time": "t"})
@@ -159,26 +159,26 @@ def test_time_unit_of_timestamps_needs_no_inference(tmp_path: Path) -> None:
     assert times_of(tmp_path / "out") == [5, MOMENT_MS, MOMENT_MS]
 
 
-def test_time_unit_of_later_events_is_that_of_the_dataset(tmp_path: Path) -> None:
-    """The times of the new files alone would be taken for seconds."""
+def test_time_unit_of_appended_events_is_that_of_the_dataset(tmp_path: Path) -> None:
+    """On their own, the times of the new files would be inferred to be seconds."""
     folder = tmp_path / "out"
     prepare("log", write_csv(tmp_path / "log.csv", "1700000000123"), folder, **{"log.time": "t"})
     append(write_csv(tmp_path / "more.csv", "1700000000"), folder)
     (tmp_path / "incoming").mkdir()
     write_csv(tmp_path / "incoming" / "1.csv", "1700000001")
     for log in (None, LogColumns(time="t")):
-        options = options_of(DatasetCard.load(folder), log, 1.0)
+        options = stream_log_options(DatasetCard.load(folder), log, 1.0)
         assert options.log.time_unit == "ms"
     source = open_stream_source(str(tmp_path / "incoming"), options)
     StreamIngester(source, str(tmp_path / "incoming"), folder, WindowRule(events=1), options).next_window(lambda: True)
     assert times_of(folder) == [1700000000, 1700000001, MOMENT_MS]
 
 
-def test_time_unit_of_a_stream_without_one_is_asked_for(tmp_path: Path) -> None:
+def test_time_unit_of_a_stream_is_required_if_unknown(tmp_path: Path) -> None:
     card = prepare("synthetic", "tiny", tmp_path / "out", num_users=4)
     with pytest.raises(UserError, match=r"--log.time_unit s, ms, us, ns or iso"):
-        options_of(card, LogColumns(time="t"), 1.0)
-    assert options_of(card, LogColumns(), 1.0).log.time is None
+        stream_log_options(card, LogColumns(time="t"), 1.0)
+    assert stream_log_options(card, LogColumns(), 1.0).log.time is None
 
 
 TEXTS = (
@@ -205,7 +205,7 @@ FORMATS = ("log.csv", "log.tsv", "log.dat", "log.jsonl", "log.parquet", "table")
 
 
 def exact_text(value: Any) -> str:
-    """Writes a value with all of its digits: the definition of the text of an id."""
+    """Reference implementation: returns the text of an id, with all digits of the value."""
     if isinstance(value, str):
         return value
     exact = value if isinstance(value, Decimal) else Decimal(repr(value))
@@ -224,7 +224,7 @@ def random_times(draw: random.Random, num_rows: int) -> tuple[str, list[int | fl
     """Returns a unit, and one column of times in it, with a fraction or without; decimals if no float holds them."""
     unit = draw.choice(list(UNITS))
     moments = [draw.randrange(10**12, 1_700_000_000_000) for _ in range(num_rows)]
-    digits = draw.choice([3, 3, 6, 9])  # of a second
+    digits = draw.choice([3, 3, 6, 9])  # fractional digits of a second
     exact = [Decimal(ms).scaleb(digits - 3) + draw.choice([0, 0, 10 ** (digits - 3) - 1]) for ms in moments]
     exact = [time.scaleb(3 - UNITS[unit] - digits) for time in exact]
     if all(time == int(time) for time in exact):
@@ -235,7 +235,7 @@ def random_times(draw: random.Random, num_rows: int) -> tuple[str, list[int | fl
 def typed_column(draw: random.Random, values: list[Any]) -> pa.Array:
     """Returns a column of a random type that holds the values exactly."""
     texts = [exact_text(value) for value in values]
-    tries = [
+    candidates = [
         lambda: pa.array(values, pa.int64()),
         lambda: pa.array(values, pa.uint64()),
         lambda: pa.array([float(value) for value in values]),
@@ -249,19 +249,19 @@ def typed_column(draw: random.Random, values: list[Any]) -> pa.Array:
     ]
     while True:
         try:
-            column = draw.choice(tries)()
-            held = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
-            # Texts hold any id; of other types, only those whose values are the same numbers.
-            if pa.types.is_string(held.type) or pa.types.is_large_string(held.type):
+            column = draw.choice(candidates)()
+            decoded = column.dictionary_decode() if pa.types.is_dictionary(column.type) else column
+            # Text can represent any id; another type is accepted only if its values are the same numbers.
+            if pa.types.is_string(decoded.type) or pa.types.is_large_string(decoded.type):
                 return column
-            if not isinstance(values[0], str) and all(map(_is_same_number, held.to_pylist(), values)):
+            if not isinstance(values[0], str) and all(map(_is_same_number, decoded.to_pylist(), values)):
                 return column
         except (pa.ArrowException, ArithmeticError, ValueError, TypeError, OverflowError):
             continue
 
 
-def _is_same_number(held: Any, value: Any) -> bool:
-    return Decimal(exact_text(held)) == Decimal(exact_text(value))
+def _is_same_number(decoded: Any, value: Any) -> bool:
+    return Decimal(exact_text(decoded)) == Decimal(exact_text(value))
 
 
 def json_value(draw: random.Random, value: Any) -> Any:
@@ -324,7 +324,7 @@ def read_dataset(folder: Path) -> list[tuple[Any, ...]]:
 
 
 def check_columns(folder: Path, seed: int, num_columns: int) -> None:
-    """Prepares one log of random columns in every format; each must hold what the definitions give."""
+    """Prepares one log of random columns in every format, and compares each with the reference implementations."""
     draw = random.Random(seed)
     num_rows = draw.choice([1, 3, 9])
     unit, times = random_times(draw, num_rows)
@@ -335,28 +335,28 @@ def check_columns(folder: Path, seed: int, num_columns: int) -> None:
     for name in FORMATS:
         order = draw.sample(names, len(names))
         shuffled = draw.sample(range(num_rows), num_rows)
-        given = write_log(draw, folder, name, {n: [columns[n][row] for row in shuffled] for n in order})
+        source = write_log(draw, folder, name, {n: [columns[n][row] for row in shuffled] for n in order})
         separator = {"log.dat": "::", "log.tsv": "\t"}.get(name, ",")
         log = LogColumns(
             time="t", time_unit=draw.choice(["auto", unit]), categories=tuple(names[3:]), separator=separator
         )
         if name == "table":
-            prepare("log", given, folder / "out", log=log, force=True)
-        found = read_dataset(folder / "out") if name == "table" else parse_log(given, log)
-        assert found == sorted(zip(*expected, strict=True)), (seed, name)
+            prepare("log", source, folder / "out", log=log, force=True)
+        actual = read_dataset(folder / "out") if name == "table" else parse_log(source, log)
+        assert actual == sorted(zip(*expected, strict=True)), (seed, name)
 
 
 def check_many(folder: Path, monkeypatch: pytest.MonkeyPatch, num_logs: int, num_columns: int) -> None:
-    monkeypatch.setattr(raw_rows, "ROWS_A_BATCH", 4)
+    monkeypatch.setattr(raw_rows, "ROWS_PER_BATCH", 4)
     monkeypatch.setattr(raw_rows, "BLOCK_BYTES", 1024)
     for seed in range(num_logs):
         check_columns(folder, seed, num_columns)
 
 
-def test_ids_and_times_are_alike_in_five_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_and_times_are_equal_in_all_formats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_many(tmp_path, monkeypatch, num_logs=20, num_columns=15)
 
 
 @pytest.mark.slow
-def test_ids_and_times_of_10000_columns_are_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_and_times_of_10000_columns_are_equal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     check_many(tmp_path, monkeypatch, num_logs=1000, num_columns=10)

@@ -1,4 +1,4 @@
-"""Every native layout of every format, from small files written here."""
+"""Every native layout of every format, read from small files that the tests write."""
 
 import gzip
 import json
@@ -22,7 +22,7 @@ def open_prepared(format: str, source: Path, **options: object) -> Dataset:
 
 
 def histories(dataset: Dataset) -> dict[str, list[str]]:
-    """User key to item keys in order."""
+    """Returns the item keys of each user key, in order."""
     rows = dataset.rows(np.arange(dataset.num_samples))
     keys = ["", *dataset.items().column("item_key").to_pylist()]
     items, offsets = rows.lists["item_ids"]
@@ -43,7 +43,7 @@ def names(dataset: Dataset, column: str, ids: list[int]) -> list[str]:
     return [keys[i - 1] for i in ids]
 
 
-def test_movielens_100k_with_users_and_genre_flags(tmp_path: Path) -> None:
+def test_movielens_100k_reads_users_and_genre_flags(tmp_path: Path) -> None:
     folder = tmp_path / "ml-100k"
     folder.mkdir()
     (folder / "u.data").write_text("196\t242\t3\t881250949\n186\t302\t5\t891717742\n196\t1\t4\t881250000\n")
@@ -65,7 +65,7 @@ def test_movielens_100k_with_users_and_genre_flags(tmp_path: Path) -> None:
     assert names(dataset, "user_age", ages) == ["49", "39"]
 
 
-def test_movielens_1m_with_titles_that_hold_colons(tmp_path: Path) -> None:
+def test_movielens_1m_titles_may_contain_colons(tmp_path: Path) -> None:
     (tmp_path / "ratings.dat").write_text("1::260::5::978300760\n1::1::3::978300000\n2::260::2::978300000\n")
     (tmp_path / "users.dat").write_text("1::F::1::10::48067\n")
     (tmp_path / "movies.dat").write_bytes(b"260::Star Wars: Episode IV (1977)::Action|Sci-Fi\n1::Caf\xe9::Drama\n")
@@ -76,29 +76,29 @@ def test_movielens_1m_with_titles_that_hold_colons(tmp_path: Path) -> None:
     assert dataset.rows(np.array([0, 1])).scalars["user_gender"].tolist() == [1, 0]
 
 
-def test_bytes_that_are_no_text_are_set_aside_in_every_text_format(tmp_path: Path) -> None:
+def test_text_formats_quarantine_invalid_utf8(tmp_path: Path) -> None:
     (tmp_path / "ratings.dat").write_bytes(b"1::2::5::978300760\n1::\xff::3::978300000\n")
     (tmp_path / "lines.txt").write_bytes(b"1 2 \xff 3\n")
     review = b'{"reviewerID": "A%s", "asin": "B", "overall": 5, "unixReviewTime": 1}\n'
     (tmp_path / "reviews.json").write_bytes(review % b"1" + review % b"\xff")
     for format, name in (("movielens", "ratings.dat"), ("user_lines", "lines.txt"), ("amazon_csv", "reviews.json")):
-        counts = open_prepared(format, tmp_path / name, max_bad_share=1.0).card.counts
+        counts = open_prepared(format, tmp_path / name, max_bad_fraction=1.0).card.counts
         assert dict(counts.quarantined) == {"not UTF-8": 1}
         assert counts.events == counts.rows_read - 1
 
 
-def test_text_that_crosses_a_block_is_read_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_text_across_read_blocks_is_decoded_correctly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nestrec.data.prepare.raw_rows.BLOCK_BYTES", 64)
     keys = [f"ключ-{i}-é" for i in range(200)]
     text = "user,item\n" + "".join(f"u,{key}\n" for key in keys)
     for encoding in ("utf-8", "cp1251", "utf-16"):
-        wanted = keys if encoding != "cp1251" else [key.replace("é", "я") for key in keys]
-        (tmp_path / "log.csv").write_bytes((text if wanted is keys else text.replace("é", "я")).encode(encoding))
+        expected = keys if encoding != "cp1251" else [key.replace("é", "я") for key in keys]
+        (tmp_path / "log.csv").write_bytes((text if expected is keys else text.replace("é", "я")).encode(encoding))
         dataset = open_prepared("log", tmp_path / "log.csv", log=LogColumns(encoding=encoding))
-        assert dataset.items().column("item_key").to_pylist() == wanted
+        assert dataset.items().column("item_key").to_pylist() == expected
 
 
-def test_movielens_20m_with_quoted_titles(tmp_path: Path) -> None:
+def test_movielens_20m_reads_quoted_titles(tmp_path: Path) -> None:
     (tmp_path / "ratings.csv").write_text("userId,movieId,rating,timestamp\n1,2,3.5,1112486027\n1,29,4.0,1112484676\n")
     (tmp_path / "movies.csv").write_text('movieId,title,genres\n29,"City, The (1995)",Drama|War\n2,Jumanji,Children\n')
     dataset = open_prepared("movielens", tmp_path, min_rating=0.5)
@@ -124,25 +124,25 @@ def test_movielens_recbole_reads_types_from_the_header(tmp_path: Path) -> None:
     assert np.isnan(events(dataset, "event_price")[0])
 
 
-def test_movielens_says_what_it_looked_for(tmp_path: Path) -> None:
+def test_movielens_missing_files_error_names_expected_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"ratings\.dat"):
         prepare("movielens", tmp_path, tmp_path / "out")
 
 
-def test_pairs_and_lines_keep_the_order_of_the_file(tmp_path: Path) -> None:
+def test_pair_and_line_formats_keep_file_order(tmp_path: Path) -> None:
     (tmp_path / "pairs.txt").write_text("1 5\n1 3\n2 5\n1 5\n")
     assert histories(open_prepared("sasrec_pairs", tmp_path / "pairs.txt")) == {"1": ["5", "3", "5"], "2": ["5"]}
     (tmp_path / "lines.txt").write_text("1 5 3 5\n\n 2  5 \n")
     assert histories(open_prepared("user_lines", tmp_path / "lines.txt")) == {"1": ["5", "3", "5"], "2": ["5"]}
 
 
-def test_user_lines_find_attributes_beside_them_and_set_empty_users_aside(tmp_path: Path) -> None:
+def test_user_lines_reads_attributes_and_quarantines_empty_users(tmp_path: Path) -> None:
     (tmp_path / "Toys.txt").write_text("1 5 3\n2\n3 3\n")
     (tmp_path / "Toys_item2attributes.json").write_text(json.dumps({"5": [10, 11], "9": [12]}))
-    dataset = open_prepared("user_lines", tmp_path / "Toys.txt", max_bad_share=0.5)
+    dataset = open_prepared("user_lines", tmp_path / "Toys.txt", max_bad_fraction=0.5)
     assert dict(dataset.card.counts.quarantined) == {"user without items": 1}
-    found = item(dataset, "5")["item_attributes"]
-    assert names(dataset, "item_attributes", found) == ["10", "11"]  # type: ignore[arg-type]
+    attributes = item(dataset, "5")["item_attributes"]
+    assert names(dataset, "item_attributes", attributes) == ["10", "11"]  # type: ignore[arg-type]
     assert item(dataset, "3")["item_attributes"] == []
     assert dataset.card.item_features[0].vocabulary_size == 4
 
@@ -165,7 +165,7 @@ def test_user_lines_find_attributes_beside_them_and_set_empty_users_aside(tmp_pa
         ),
     ],
 )
-def test_amazon_reviews_of_every_edition(tmp_path: Path, text: str, options: dict[str, object]) -> None:
+def test_amazon_reads_reviews_of_every_edition(tmp_path: Path, text: str, options: dict[str, object]) -> None:
     with gzip.open(tmp_path / "reviews.gz", "wt") as stream:
         stream.write(text)
     dataset = open_prepared("amazon_csv", tmp_path / "reviews.gz", **options)
@@ -174,10 +174,10 @@ def test_amazon_reviews_of_every_edition(tmp_path: Path, text: str, options: dic
     assert events(dataset, "event_rating") == [3.0, 5.0]
 
 
-def test_amazon_lines_that_are_no_json_are_set_aside(tmp_path: Path) -> None:
+def test_amazon_quarantines_lines_that_are_not_json(tmp_path: Path) -> None:
     good = '{"reviewerID": "A1", "asin": "B1", "overall": 5.0, "unixReviewTime": 1400000000}\n'
     (tmp_path / "reviews.json").write_text(good + "{broken\n" + '{"asin": "B1", "overall": 1, "unixReviewTime": 1}\n')
-    counts = open_prepared("amazon_csv", tmp_path / "reviews.json", max_bad_share=1.0).card.counts
+    counts = open_prepared("amazon_csv", tmp_path / "reviews.json", max_bad_fraction=1.0).card.counts
     assert dict(counts.quarantined) == {"missing user": 1, "not a JSON object": 1}
 
 
@@ -188,7 +188,7 @@ KUAIRAND_COLUMNS = (
 
 
 def write_kuairand(folder: Path) -> Path:
-    """The layout of the 27K edition: two periods in parts, a random log, features in parts."""
+    """Writes the layout of the 27K edition: two periods in parts, a random log, and features in parts."""
     data = folder / "KuaiRand-27K" / "data"
     data.mkdir(parents=True)
     rows = {
@@ -214,7 +214,7 @@ def write_kuairand(folder: Path) -> Path:
     return data.parent
 
 
-def test_kuairand_joins_periods_and_parts_in_time_order_and_drops_duplicates(tmp_path: Path) -> None:
+def test_kuairand_merges_files_by_time_and_drops_duplicates(tmp_path: Path) -> None:
     dataset = open_prepared("kuairand", write_kuairand(tmp_path))
     assert histories(dataset) == {"0": ["11", "10", "12"], "1": ["10"]}
     assert dataset.card.counts.duplicates_dropped == 1
@@ -225,7 +225,7 @@ def test_kuairand_joins_periods_and_parts_in_time_order_and_drops_duplicates(tmp
     assert names(dataset, "event_tab", tabs) == ["4", "1", "1", "1"]
 
 
-def test_kuairand_features_have_vocabularies_from_the_data_and_an_unknown_row(tmp_path: Path) -> None:
+def test_kuairand_feature_vocabularies_have_an_unknown_row(tmp_path: Path) -> None:
     dataset = open_prepared("kuairand", write_kuairand(tmp_path))
     users = dataset.rows(np.array([0, 1])).scalars
     assert names(dataset, "user_active_degree", users["user_active_degree"].tolist()) == ["high_active", "full_active"]
@@ -241,27 +241,27 @@ def test_kuairand_features_have_vocabularies_from_the_data_and_an_unknown_row(tm
     assert not [f for f in dataset.card.item_features if f.name == "show_cnt"]
 
 
-def test_of_repeated_keys_in_a_side_table_the_first_counts(tmp_path: Path) -> None:
+def test_side_table_first_of_repeated_keys_wins(tmp_path: Path) -> None:
     (tmp_path / "ratings.dat").write_text("1::2::5::978300760\n")
     (tmp_path / "movies.dat").write_text("2::First::Drama\n2::Second::War\n")
     assert item(open_prepared("movielens", tmp_path), "2")["item_title"] == "First"
 
 
-def test_a_side_table_of_bad_rows_is_an_error(tmp_path: Path) -> None:
+def test_side_table_with_bad_rows_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "ratings.dat").write_text("1::2::5::978300760\n")
     (tmp_path / "movies.dat").write_text("2::First::Drama\n3::no genres\n")
     with pytest.raises(DataError, match=r"1 of 2 rows are bad.*movies\.dat, line 2"):
         open_prepared("movielens", tmp_path)
 
 
-def test_kuairand_random_logs_and_statistics_are_read_on_request(tmp_path: Path) -> None:
+def test_kuairand_random_logs_and_statistics_are_optional(tmp_path: Path) -> None:
     dataset = open_prepared("kuairand", write_kuairand(tmp_path), random_logs=True, video_statistics=True)
     assert histories(dataset)["1"] == ["13", "10"]
     assert events(dataset, "actions")[-2] == 1 | 256
     assert (item(dataset, "10")["item_show_cnt"], item(dataset, "12")["item_counts"]) == (2.5, 5.0)
 
 
-def test_criteo_rows_keep_blanks_apart_and_hash_by_column(tmp_path: Path) -> None:
+def test_criteo_rows_mark_missing_values_and_hash_by_column(tmp_path: Path) -> None:
     first = ["1", *["5"] * 12, "", *["aa"] * 25, ""]
     second = ["0", *["-1"] * 13, *["aa"] * 26]
     lines = [
@@ -272,7 +272,7 @@ def test_criteo_rows_keep_blanks_apart_and_hash_by_column(tmp_path: Path) -> Non
         "\t".join(["1", "x", *first[2:]]),
     ]
     (tmp_path / "train.txt").write_text("\n".join(lines) + "\n")
-    dataset = open_prepared("criteo", tmp_path / "train.txt", max_bad_share=1.0)
+    dataset = open_prepared("criteo", tmp_path / "train.txt", max_bad_fraction=1.0)
     rows = dataset.rows(np.array([0, 1]))
     dense = rows.lists["dense"][0].reshape(2, 13)
     categories = rows.lists["categories"][0].reshape(2, 26)
@@ -291,7 +291,7 @@ def test_criteo_rows_keep_blanks_apart_and_hash_by_column(tmp_path: Path) -> Non
         open_prepared("criteo", tmp_path / "train.txt", duplicates="drop")
 
 
-def test_log_reads_a_folder_of_files_in_order_of_name(tmp_path: Path) -> None:
+def test_log_folder_is_read_in_name_order(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "b.csv").write_text("user,item\nu,2\n")
     (tmp_path / "logs" / "a.csv").write_text("user,item\nu,1\n")
@@ -302,7 +302,7 @@ def test_log_reads_a_folder_of_files_in_order_of_name(tmp_path: Path) -> None:
 def test_log_actions_by_number_and_by_value(tmp_path: Path) -> None:
     (tmp_path / "log.tsv").write_text("u\ta\tbuy\t1\nu\tb\tview\t0\nu\tc\tbuy\t\n")
     log = LogColumns(
-        names=("user", "item", "what", "liked"), separator="\\t", actions={"buy": "what=buy", "like": "liked"}
+        column_names=("user", "item", "what", "liked"), separator="\\t", actions={"buy": "what=buy", "like": "liked"}
     )
     dataset = open_prepared("log", tmp_path / "log.tsv", log=log)
     assert events(dataset, "actions") == [3, 0, 1]
@@ -311,5 +311,5 @@ def test_log_actions_by_number_and_by_value(tmp_path: Path) -> None:
 def test_amazon_lone_surrogate_is_a_bad_row(tmp_path: Path) -> None:
     review = '{"reviewerID": "%s", "asin": "B1", "overall": 5.0, "unixReviewTime": 1400000000}\n'
     (tmp_path / "reviews.json").write_text(review % "ann" + review % r"\ud800" + review % "bob")
-    card = prepare("amazon_csv", tmp_path / "reviews.json", tmp_path / "out", max_bad_share=1)
+    card = prepare("amazon_csv", tmp_path / "reviews.json", tmp_path / "out", max_bad_fraction=1)
     assert (card.counts.users, card.counts.quarantined) == (2, {"not a JSON object": 1})

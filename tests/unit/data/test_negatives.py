@@ -1,4 +1,4 @@
-"""Samplers of negatives: what they draw from, that only the token decides, and how log-Q corrects them."""
+"""Negative samplers: their distributions, their dependence on the token only, and log-Q correction."""
 
 import numpy as np
 import pytest
@@ -19,22 +19,22 @@ KEYS = fold_array(7, np.arange(4000))
 COUNTS = np.array([50, 0, 10, 25, 15])
 
 
-def test_popularity_draws_in_proportion_and_never_what_was_never_seen():
+def test_popularity_sampler_draws_in_proportion_to_counts():
     ids = PopularitySampler(COUNTS, 25, power=1.0, log_q=False).draw(KEYS, KEYS.astype(np.int64)).keys["negative"]
     share = np.bincount(ids.reshape(-1), minlength=6)[1:] / ids.size
     assert share[1] == 0
-    assert np.abs(share - COUNTS / COUNTS.sum()).max() < 0.006  # about four deviations of 100,000 draws
+    assert np.abs(share - COUNTS / COUNTS.sum()).max() < 0.006  # about four standard deviations of 100,000 draws
 
 
-def test_a_power_of_nothing_is_uniform_over_what_was_seen():
+def test_popularity_sampler_power_zero_is_uniform_over_seen():
     ids = PopularitySampler(COUNTS, 25, power=0.0, log_q=False).draw(KEYS, KEYS.astype(np.int64)).keys["negative"]
     share = np.bincount(ids.reshape(-1), minlength=6)[1:] / ids.size
     assert np.abs(share - np.array([0.25, 0, 0.25, 0.25, 0.25])).max() < 0.006
 
 
 @pytest.mark.parametrize("log_q", [False, True])
-def test_the_correction_makes_sums_those_of_uniform_draws(log_q):
-    """sum of exp(logit + bias) over popularity draws against the mean over the items that can be drawn."""
+def test_log_q_correction_matches_uniform_sampling(log_q):
+    """Compares the mean of exp(logit + bias) over popularity draws with the mean over all items that can be drawn."""
     counts = np.array([50, 30, 10, 25, 15])
     logits = np.array([0.3, -1.0, 0.8, 0.1, -0.4])
     drawn = PopularitySampler(counts, 25, power=1.0, log_q=log_q).draw(KEYS, KEYS.astype(np.int64))
@@ -45,16 +45,16 @@ def test_the_correction_makes_sums_those_of_uniform_draws(log_q):
 
 
 @pytest.mark.parametrize("sampler", [UniformSampler(9, 5), PopularitySampler(COUNTS, 9, power=0.75, log_q=True)])
-def test_draws_depend_on_the_token_alone(sampler):
+def test_negative_samples_depend_only_on_the_token(sampler):
     targets = np.ones(len(KEYS), np.int64)
-    whole = sampler.draw(KEYS, targets)
+    full = sampler.draw(KEYS, targets)
     part = sampler.draw(KEYS[100:117], targets[100:117])
-    assert np.array_equal(whole.keys["negative"][100:117], part.keys["negative"])
+    assert np.array_equal(full.keys["negative"][100:117], part.keys["negative"])
     for name, tensor in part.tensors.items():
-        assert torch.equal(whole.tensors[name][100:117], tensor)
+        assert torch.equal(full.tensors[name][100:117], tensor)
 
 
-def test_in_batch_negatives_are_targets_of_other_tokens_and_look_nothing_up():
+def test_in_batch_negatives_are_targets_of_other_tokens():
     targets = np.array([1, 3, 4, 5, 3, 1])
     drawn = InBatchSampler(COUNTS, 40).draw(KEYS[:6], targets)
     token = drawn.tensors["negative_token"].numpy()
@@ -67,7 +67,7 @@ def test_in_batch_negatives_are_targets_of_other_tokens_and_look_nothing_up():
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2, 5, 300])
-def test_shared_tokens_are_others_and_distinct_and_as_many_as_there_are(num_tokens):
+def test_shared_tokens_are_distinct_and_exclude_the_own_token(num_tokens):
     shared = shared_tokens(KEYS[:num_tokens], 3)
     assert shared.shape == (num_tokens, min(3, max(num_tokens - 1, 0)))
     for token, others in enumerate(shared.tolist()):
@@ -75,7 +75,7 @@ def test_shared_tokens_are_others_and_distinct_and_as_many_as_there_are(num_toke
         assert len(set(others)) == len(others)
 
 
-def test_every_other_token_is_shared_equally_often():
+def test_other_tokens_are_drawn_uniformly():
     token = other_tokens(KEYS[:5], 20_000, distinct=False)
     for own, others in enumerate(token):
         share = np.bincount(others, minlength=5) / len(others)
@@ -83,12 +83,12 @@ def test_every_other_token_is_shared_equally_often():
         assert np.abs(np.delete(share, own) - 0.25).max() < 0.02
 
 
-def test_a_lonely_token_has_only_itself():
+def test_other_tokens_of_a_single_token_are_itself():
     assert other_tokens(KEYS[:1], 3, distinct=False).tolist() == [[0, 0, 0]]
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 8, 9, 23])
-def test_groups_hold_every_token_once_in_the_order_of_keys(num_tokens):
+def test_group_sampler_assigns_each_token_once_in_key_order(num_tokens):
     keys = KEYS[:num_tokens]
     targets = np.resize([1, 3, 4, 5], num_tokens)
     drawn = GroupSampler(COUNTS, 3).draw(keys, targets)

@@ -1,4 +1,4 @@
-"""Bad rows are set aside with reason and line; duplicates are counted; too many bad rows are an error."""
+"""Bad rows are quarantined with reason and line; duplicates are counted; too many bad rows are an error."""
 
 import csv
 import dataclasses
@@ -22,7 +22,7 @@ from nestrec.data.prepare import raw_rows
 from nestrec.data.prepare.prepare_options import LogColumns
 
 LOG = LogColumns(time="time", rating="rating", actions={"click": "click"})
-ALLOW = LogOptions(log=LOG, max_bad_share=1.0)
+ALLOW = LogOptions(log=LOG, max_bad_fraction=1.0)
 GOOD = "u1,i1,100,4,1\n"
 
 
@@ -54,7 +54,7 @@ def quarantined(folder: Path) -> list[tuple[int, str]]:
         (b"\xff,5", "wrong number of fields"),
     ],
 )
-def test_a_bad_row_is_quarantined_with_its_reason_and_line(tmp_path: Path, row: bytes, reason: str) -> None:
+def test_bad_row_is_quarantined_with_reason_and_line(tmp_path: Path, row: bytes, reason: str) -> None:
     text = b"user,item,time,rating,click\n" + GOOD.encode() * 3 + b"\n" + row + b"\n" + GOOD.encode() * 2
     (tmp_path / "log.csv").write_bytes(text)
     card = prepare("log", tmp_path / "log.csv", tmp_path / "out", options=ALLOW)
@@ -64,7 +64,7 @@ def test_a_bad_row_is_quarantined_with_its_reason_and_line(tmp_path: Path, row: 
     Dataset.open(tmp_path / "out").verify()
 
 
-def test_lines_stay_right_after_many_bad_rows_in_many_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_row_line_numbers_are_right_across_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nestrec.data.prepare.raw_rows.BLOCK_BYTES", 256)
     generator = np.random.default_rng(0)
     kinds = generator.integers(0, 12, 2000)
@@ -78,23 +78,23 @@ def test_lines_stay_right_after_many_bad_rows_in_many_blocks(tmp_path: Path, mon
     assert sorted(quarantined(tmp_path / "out")) == expected
 
 
-def test_more_than_one_percent_of_bad_rows_is_an_error_that_names_counts_and_flag(tmp_path: Path) -> None:
+def test_bad_rows_above_one_percent_fail_with_counts_and_option(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user,item,time,rating,click\n" + GOOD * 98 + "u,i,x,4,1\n,i,5,4,1\n")
     with pytest.raises(DataError, match=r"2 of 100 rows are bad.*time is not a time 1.*line 100") as caught:
         prepare("log", tmp_path / "log.csv", tmp_path / "out", options=LogOptions(log=LOG))
-    assert "--log.time_unit" in str(caught.value), "what most rows suffer from is told how to mend"
-    assert "--max_bad_share 1" in str(caught.value)
+    assert "--log.time_unit" in str(caught.value), "the error suggests a fix of the most frequent problem"
+    assert "--max_bad_fraction 1" in str(caught.value)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["log.csv"]
 
 
-def test_one_percent_of_bad_rows_is_allowed(tmp_path: Path) -> None:
+def test_bad_rows_up_to_one_percent_are_allowed(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user,item,time,rating,click\n" + GOOD * 99 + "u,i,x,4,1\n")
     card = prepare("log", tmp_path / "log.csv", tmp_path / "out", options=LogOptions(log=LOG))
     assert card.counts.events == 99
 
 
 @pytest.mark.parametrize(("choice", "events"), [("keep", 5), ("drop", 3), ("default", 5)])
-def test_exact_duplicates_are_counted_and_kept_or_dropped(tmp_path: Path, choice: str, events: int) -> None:
+def test_duplicates_are_counted_and_kept_or_dropped(tmp_path: Path, choice: str, events: int) -> None:
     rows = ["u,a,5,4,1", "u,a,5,4,0", "v,a,5,4,1", "u,a,5,4,1", "u,a,5,4,1"]
     (tmp_path / "log.csv").write_text("user,item,time,rating,click\n" + "\n".join(rows))
     options = dataclasses.replace(ALLOW, duplicates=choice)
@@ -103,32 +103,34 @@ def test_exact_duplicates_are_counted_and_kept_or_dropped(tmp_path: Path, choice
     assert counts.events == events
 
 
-def test_rows_that_differ_in_an_unused_column_are_no_duplicates(tmp_path: Path) -> None:
+def test_duplicates_differ_by_unused_columns(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user,item,page\nu,a,1\nu,a,2\nu,a,2\n")
     counts = prepare("log", tmp_path / "log.csv", tmp_path / "out", options=LogOptions(duplicates="drop")).counts
     assert (counts.duplicates_dropped, counts.events) == (1, 2)
 
 
-def test_a_mistyped_column_says_what_was_meant(tmp_path: Path) -> None:
+def test_column_mistyped_gets_a_suggestion(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user_id,item_id\n1,2\n")
     options = LogOptions(log=LogColumns(user="user_di", item="item_id"))
-    with pytest.raises(DataError, match="did you mean 'user_id'"):
+    with pytest.raises(DataError, match="Did you mean 'user_id'"):
         prepare("log", tmp_path / "log.csv", tmp_path / "out", options=options)
 
 
-def test_a_mistyped_format_says_what_was_meant(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="did you mean 'movielens'"):
+def test_format_mistyped_gets_a_suggestion(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Did you mean 'movielens'"):
         prepare("movielense", tmp_path, tmp_path / "out")
+    with pytest.raises(UserError, match=r"Did you mean 'movielens'.*RecBole's atomic files"):
+        prepare("recbole", tmp_path, tmp_path / "out")
 
 
-def test_a_missing_an_empty_and_a_damaged_input_are_clear_errors(tmp_path: Path) -> None:
+def test_prepare_missing_empty_or_corrupt_input_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         prepare("log", tmp_path / "none.csv", tmp_path / "out")
     (tmp_path / "empty.csv").write_text("user,item\n")
     with pytest.raises(DataError, match="no usable events"):
         prepare("log", tmp_path / "empty.csv", tmp_path / "out")
-    whole = gzip.compress(b"user,item\n" + b"".join(b"%d,%d\n" % (i, i * i % 9973) for i in range(50_000)))
-    (tmp_path / "cut.csv.gz").write_bytes(whole[: len(whole) // 2])
+    compressed = gzip.compress(b"user,item\n" + b"".join(b"%d,%d\n" % (i, i * i % 9973) for i in range(50_000)))
+    (tmp_path / "cut.csv.gz").write_bytes(compressed[: len(compressed) // 2])
     with pytest.raises(DataError, match="cannot be read"):
         prepare("log", tmp_path / "cut.csv.gz", tmp_path / "out")
 
@@ -139,12 +141,12 @@ CELLS = st.one_of(
 
 
 @given(rows=st.lists(st.lists(CELLS, min_size=1, max_size=4).map(b",".join), max_size=15), has_quotes=st.booleans())
-def test_any_bytes_give_a_dataset_that_adds_up_or_a_clear_error(rows: list[bytes], has_quotes: bool) -> None:
-    log = LogColumns(time="time", names=("user", "item", "time"), has_quotes=has_quotes)
+def test_prepare_any_bytes_give_consistent_counts_or_an_error(rows: list[bytes], has_quotes: bool) -> None:
+    log = LogColumns(time="time", column_names=("user", "item", "time"), has_quotes=has_quotes)
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "log.csv").write_bytes(b"\n".join(rows))
         try:
-            options = LogOptions(log=log, max_bad_share=1.0)
+            options = LogOptions(log=log, max_bad_fraction=1.0)
             counts = prepare("log", Path(name) / "log.csv", Path(name) / "out", options=options).counts
         except DataError:
             assert not (Path(name) / "out").exists()
@@ -155,7 +157,7 @@ def test_any_bytes_give_a_dataset_that_adds_up_or_a_clear_error(rows: list[bytes
         assert int(Dataset.open(Path(name) / "out").lengths.sum()) == counts.events
 
 
-def test_line_ends_and_byte_order_marks_of_other_systems_are_read(tmp_path: Path) -> None:
+def test_csv_line_endings_and_byte_order_mark_are_read(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_bytes(b"\xef\xbb\xbfuser,item\r\nu,a\r\nu,b\r\n")
     prepare("log", tmp_path / "log.csv", tmp_path / "out")
     assert Dataset.open(tmp_path / "out").items().column("item_key").to_pylist() == ["a", "b"]
@@ -164,24 +166,24 @@ def test_line_ends_and_byte_order_marks_of_other_systems_are_read(tmp_path: Path
 @pytest.mark.parametrize(
     ("rows", "first", "last"),
     [
-        (b'u1,"i1,4\nu2,i2,5\nu3,"i3,6\n', 2, 4),  # ends inside the field of another row
-        (b'u1,i1,"4\r\nu2,i2,5\r\n', 2, 4),  # never ends, in the last field: no row looks wrong
+        (b'u1,"i1,4\nu2,i2,5\nu3,"i3,6\n', 2, 4),  # the quoted field ends inside a field of another row
+        (b'u1,i1,"4\r\nu2,i2,5\r\n', 2, 4),  # the last field never ends, so each row has the right number of fields
         (b'u1,"i1\n""x""",4\nu2,"i2,5\n', 4, 5),
     ],
 )
-def test_rows_that_an_open_quote_takes_in_are_never_lost_in_silence(
+def test_csv_unclosed_quote_is_an_error_with_its_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: bytes, first: int, last: int
 ) -> None:
     (tmp_path / "log.csv").write_bytes(b"user,item,time\n" + rows)
-    for block, end in ((1 << 20, last), (16, "")):  # whole and in pieces, of which the field takes in one and more
+    for block, end in ((1 << 20, last), (16, "")):  # in one block, and in blocks shorter than the field
         monkeypatch.setattr(raw_rows, "BLOCK_BYTES", block)
-        with pytest.raises(DataError, match=f"(?s)quote on line {first} that is not closed before line {end}.*has_quo"):
-            prepare("log", tmp_path / "log.csv", tmp_path / "out", max_bad_share=1.0)
-    card = prepare("log", tmp_path / "log.csv", tmp_path / "out", max_bad_share=1.0, **{"log.has_quotes": False})
+        with pytest.raises(DataError, match=f"(?s)quote on line {first} is not closed before line {end}.*has_quo"):
+            prepare("log", tmp_path / "log.csv", tmp_path / "out", max_bad_fraction=1.0)
+    card = prepare("log", tmp_path / "log.csv", tmp_path / "out", max_bad_fraction=1.0, **{"log.has_quotes": False})
     assert card.counts.rows_read == rows.count(b"\n")
 
 
-def test_quotes_that_are_closed_or_plain_are_read(tmp_path: Path) -> None:
+def test_csv_closed_and_plain_quotes_are_read(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_bytes(
         b'"user","item"\nu1,5" pipe\nu2,"a ""b"", c\n\nd"\nu3,"5" pipe\nu4, "x"\nu5,"e\nf"'
     )
@@ -190,7 +192,7 @@ def test_quotes_that_are_closed_or_plain_are_read(tmp_path: Path) -> None:
     assert keys == ['5" pipe', 'a "b", c\n\nd', "5 pipe", ' "x"', "e\nf"]
 
 
-def test_parquet_columns_of_other_types_are_read(tmp_path: Path) -> None:
+def test_parquet_columns_of_other_types_are_converted(tmp_path: Path) -> None:
     columns = {
         "user": pa.array(["u", "v", "u", None]).dictionary_encode(),
         "item": pa.array([5.0, 6.0, 7.0, 8.0]),
@@ -200,7 +202,7 @@ def test_parquet_columns_of_other_types_are_read(tmp_path: Path) -> None:
     }
     pq.write_table(pa.table(columns), tmp_path / "log.parquet")
     log = LogColumns(time="time", actions={"click": "click"}, categories=("page",))
-    card = prepare("log", tmp_path / "log.parquet", tmp_path / "out", options=LogOptions(log=log, max_bad_share=1.0))
+    card = prepare("log", tmp_path / "log.parquet", tmp_path / "out", options=LogOptions(log=log, max_bad_fraction=1.0))
     assert dict(card.counts.quarantined) == {"missing user": 1}
     dataset = Dataset.open(tmp_path / "out")
     rows = dataset.rows(np.array([0]))
@@ -236,11 +238,11 @@ def test_times_of_every_unit_become_milliseconds(tmp_path: Path, unit: str, text
 @pytest.mark.parametrize(
     ("text", "options", "remedy"),
     [
-        ('"1,234.50"', {"log.numbers": ("x",)}, "without signs of thousands"),
+        ('"1,234.50"', {"log.numbers": ("x",)}, "without thousands separators"),
         ("25.10.2026", {"log.time": "x", "log.time_unit": "iso"}, "dates such as 2026-10-25T12:00:00"),
     ],
 )
-def test_numbers_and_times_that_nothing_can_read_say_how_to_write_them(
+def test_unreadable_numbers_and_times_suggest_a_format(
     tmp_path: Path, text: str, options: dict[str, object], remedy: str
 ) -> None:
     (tmp_path / "log.csv").write_text(f"user,item,x\nu,a,{text}\n")
@@ -248,57 +250,59 @@ def test_numbers_and_times_that_nothing_can_read_say_how_to_write_them(
         prepare("log", tmp_path / "log.csv", tmp_path / "out", **options)
 
 
-def test_a_log_of_one_moment_says_how_its_numbers_can_be_learnt_from(tmp_path: Path) -> None:
+def test_fit_fraction_error_for_log_with_one_timestamp(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user,item,t,x\n" + "u,a,2026-10-25,5\n" * 4)
     options = {"log.time": "t", "log.time_unit": "iso", "log.numbers": ("x",)}
-    with pytest.raises(DataError, match=r"(?s)fit_share=0.8: leaves no event to learn from.*--fit_share 1"):
+    with pytest.raises(
+        DataError, match=r"(?s)fit_fraction=0.8: no event is left to fit transforms on.*--fit_fraction 1"
+    ):
         prepare("log", tmp_path / "log.csv", tmp_path / "out", **options)
-    card = prepare("log", tmp_path / "log.csv", tmp_path / "out", **options, fit_share=1)
+    card = prepare("log", tmp_path / "log.csv", tmp_path / "out", **options, fit_fraction=1)
     assert card.fit.events == 2
 
 
 @pytest.mark.parametrize(
-    ("format", "given", "field"),
+    ("format", "options", "option"),
     [
         ("log", {"num_users": 5}, "num_users"),
         ("log", {"random_logs": True}, "random_logs"),
         ("log", {"min_rating": 3.0}, "min_rating"),
         ("movielens", {"log": LogColumns(user="uid")}, "log"),
         ("movielens", {"item_attributes": "a.json"}, "item_attributes"),
-        ("criteo", {"user_core": 5}, "user_core"),
-        ("synthetic", {"max_bad_share": 0.5}, "max_bad_share"),
+        ("criteo", {"min_events_per_user": 5}, "min_events_per_user"),
+        ("synthetic", {"max_bad_fraction": 0.5}, "max_bad_fraction"),
     ],
 )
-def test_an_option_that_a_format_would_not_read_is_refused(
-    tmp_path: Path, format: str, given: dict[str, object], field: str
+def test_prepare_rejects_options_a_format_does_not_use(
+    tmp_path: Path, format: str, options: dict[str, object], option: str
 ) -> None:
-    with pytest.raises(UserError) as refused:
-        prepare(format, "tiny", tmp_path / "out", **given)
-    assert refused.value.option == field
+    with pytest.raises(UserError) as raised:
+        prepare(format, "tiny", tmp_path / "out", **options)
+    assert raised.value.option == option
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("column", "values"), [("item", [[1], [2]]), ("time", [True, False])], ids=["a list as an id", "a flag as a time"]
 )
-def test_a_column_whose_type_cannot_be_meant_is_refused_by_name(tmp_path: Path, column: str, values: list) -> None:
+def test_parquet_column_with_unsupported_type_is_named(tmp_path: Path, column: str, values: list) -> None:
     columns = {"user": [1, 2], "item": [3, 4], "time": [5, 6], column: values}
     pq.write_table(pa.table(columns), tmp_path / "log.parquet")
-    with pytest.raises(DataError, match="is of type") as refused:
+    with pytest.raises(DataError, match="unsupported type") as raised:
         prepare("log", tmp_path / "log.parquet", tmp_path / "out", options=LogOptions(log=LogColumns(time="time")))
-    assert refused.value.value == column
+    assert raised.value.value == column
 
 
-def test_two_columns_of_the_same_name_are_refused(tmp_path: Path) -> None:
+def test_columns_with_the_same_name_are_rejected(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user,item,item\nu,a,b\n")
     pq.write_table(pa.Table.from_arrays([pa.array([1])] * 3, ["user", "item", "item"]), tmp_path / "log.parquet")
     for name in ("log.csv", "log.parquet"):
-        with pytest.raises(DataError, match="is the name of 2 columns") as refused:
+        with pytest.raises(DataError, match=r"2 columns of .* have this name") as raised:
             prepare("log", tmp_path / name, tmp_path / "out", options=LogOptions())
-        assert refused.value.value == "item"
+        assert raised.value.value == "item"
 
 
-NO_ENCODINGS = (
+UNSUPPORTED_ENCODINGS = (
     "utf-9",
     "base64",
     "hex",
@@ -314,15 +318,16 @@ NO_ENCODINGS = (
 
 
 @pytest.mark.parametrize(
-    ("field", "given"), [("separator", "||"), ("separator", ""), *(("encoding", name) for name in NO_ENCODINGS)]
+    ("field", "value"),
+    [("separator", "||"), ("separator", ""), *(("encoding", name) for name in UNSUPPORTED_ENCODINGS)],
 )
-def test_what_no_text_file_can_have_is_refused(field: str, given: str) -> None:
-    with pytest.raises(UserError) as refused:
-        LogColumns(**{field: given})
-    assert refused.value.option == f"log.{field}"
+def test_log_rejects_unknown_encodings_and_separators(field: str, value: str) -> None:
+    with pytest.raises(UserError) as raised:
+        LogColumns(**{field: value})
+    assert raised.value.option == f"log.{field}"
 
 
-def test_a_file_read_with_the_wrong_separator_says_so(tmp_path: Path) -> None:
+def test_log_wrong_separator_is_suggested_in_the_error(tmp_path: Path) -> None:
     (tmp_path / "log.csv").write_text("user;item\nu;a\n")
     with pytest.raises(UserError, match="is the separator right"):
         prepare("log", tmp_path / "log.csv", tmp_path / "out", options=LogOptions())
@@ -340,7 +345,7 @@ def test_log_encoding_of_text_is_accepted(tmp_path: Path, encoding: str) -> None
         assert (card.counts.users, card.counts.quarantined) == (1, {})
 
 
-def test_log_actions_above_31_are_refused_before_reading(tmp_path: Path) -> None:
+def test_log_actions_above_31_are_rejected_before_reading(tmp_path: Path) -> None:
     actions = {f"a{i}": f"event:{i}" for i in range(31)}
     (tmp_path / "log.csv").write_text("user,item,event,rating\n" + "".join(f"u,{i},{i},5\n" for i in range(31)))
     prepare("log", tmp_path / "log.csv", tmp_path / "out", log={"actions": actions})
@@ -348,12 +353,12 @@ def test_log_actions_above_31_are_refused_before_reading(tmp_path: Path) -> None
     assert last == 2**30
     log = LogColumns(actions=actions, rating="rating")
     for options in (LogOptions(log=log, positive_rating=4), LogOptions(log=LogColumns(actions={**actions, "b": "x"}))):
-        with pytest.raises(UserError, match=r"32 actions.*at most 31") as refused:
+        with pytest.raises(UserError, match=r"32 actions.*at most 31") as raised:
             prepare("log", tmp_path / "missing.csv", tmp_path / "other", options=options)
-        assert refused.value.option == "log.actions"
+        assert raised.value.option == "log.actions"
 
 
-def test_duplicates_tell_an_empty_text_from_a_missing_cell(tmp_path: Path) -> None:
+def test_duplicates_distinguish_empty_text_from_null(tmp_path: Path) -> None:
     columns = {"user": ["u"] * 4, "item": ["a"] * 4, "page": ["", None, "", None]}
     pq.write_table(pa.table(columns), tmp_path / "log.parquet")
     card = prepare("log", tmp_path / "log.parquet", tmp_path / "out")

@@ -1,4 +1,4 @@
-"""The public datasets, prepared from their own files: published counts and measured shapes come out."""
+"""Public datasets, prepared from their original files, have their published counts and measured distributions."""
 
 import itertools
 from pathlib import Path
@@ -13,7 +13,7 @@ from nestrec.data.formats.format_registry import prepare
 from nestrec.data.prepare.prepare_options import LogColumns
 
 TAOBAO = LogColumns(
-    names=("user", "item", "category", "what", "time"),
+    column_names=("user", "item", "category", "what", "time"),
     time="time",
     categories=("category",),
     actions={name: f"what={name}" for name in ("pv", "cart", "fav", "buy")},
@@ -23,7 +23,7 @@ ORDERED_ML_1M = LogColumns(user="user_id", item="movie_id", position="pos", rati
 
 def prepared(source: Path, output: Path, format: str, **options: Any) -> tuple[DatasetCard, Dataset]:
     if not source.exists():
-        pytest.skip(f"{source.name} is not among the real datasets here")
+        pytest.skip(f"{source.name} is not available in NESTREC_DATA")
     card = prepare(format, source, output, **options)
     return card, Dataset.open(output)
 
@@ -40,7 +40,7 @@ def prepared(source: Path, output: Path, format: str, **options: Any) -> tuple[D
         ("log", "taobao-mini/UserBehavior_4321.csv.gz", {"log": TAOBAO}, (43, 3_276, 4_321), (4.30, 0.82), 0.39),
     ],
 )
-def test_counts_and_shapes_are_the_known_ones(  # noqa: PLR0917
+def test_public_datasets_have_published_counts_and_shapes(  # noqa: PLR0917
     data_folder: Path,
     tmp_path: Path,
     format: str,
@@ -59,7 +59,7 @@ def test_counts_and_shapes_are_the_known_ones(  # noqa: PLR0917
     assert int(dataset.lengths.sum()) == int(dataset.items()["count"].to_numpy().sum()) == counts[2]
 
 
-def test_ml_100k_is_in_time_order_with_ties_as_in_the_file(data_folder: Path, tmp_path: Path) -> None:
+def test_ml_100k_is_in_time_order_with_ties_in_file_order(data_folder: Path, tmp_path: Path) -> None:
     _, dataset = prepared(data_folder / "ml-100k", tmp_path / "out", "movielens")
     rows = dataset.rows(np.arange(dataset.num_samples))
     times, offsets = rows.lists["timestamps_ms"]
@@ -72,26 +72,28 @@ def test_ml_100k_is_in_time_order_with_ties_as_in_the_file(data_folder: Path, tm
     assert {f.name for f in dataset.card.user_features} == {"age", "gender", "occupation", "zip_code"}
 
 
-def test_ordered_ml_1m_agrees_with_the_timestamps_of_the_sample(data_folder: Path, tmp_path: Path) -> None:
+def test_ml_1m_order_agrees_with_timestamps_of_the_sample(data_folder: Path, tmp_path: Path) -> None:
     folder = data_folder / "ml-1m"
     _, ordered = prepared(folder / "seq_rating_ge3.tsv.gz", tmp_path / "ordered", "log", log=ORDERED_ML_1M)
     _, sample = prepared(folder / "ratings_sample_100k.dat.gz", tmp_path / "sample", "movielens", min_rating=3.0)
     assert "timestamps_ms" not in ordered.columns
     keys = ordered.items().column("item_key").to_pylist()
-    every = ordered.rows(np.arange(ordered.num_samples))
-    users = ordered.user_keys(every.indices)
-    items, offsets = every.lists["item_ids"]
-    place = {(users[u], keys[items[i] - 1]): i for u in range(len(users)) for i in range(offsets[u], offsets[u + 1])}
+    all_rows = ordered.rows(np.arange(ordered.num_samples))
+    users = ordered.user_keys(all_rows.indices)
+    items, offsets = all_rows.lists["item_ids"]
+    position_of = {
+        (users[u], keys[items[i] - 1]): i for u in range(len(users)) for i in range(offsets[u], offsets[u + 1])
+    }
     timed = sample.rows(np.arange(sample.num_samples))
     sample_keys = sample.items().column("item_key").to_pylist()
     num_pairs = 0
     for u, user in enumerate(sample.user_keys(timed.indices)):
         part = slice(*timed.lists["item_ids"][1][u : u + 2])
         times = timed.lists["timestamps_ms"][0][part]
-        places = [place.get((user, sample_keys[i - 1]), -1) for i in timed.lists["item_ids"][0][part]]
-        known = sorted((p, t) for p, t in zip(places, times, strict=True) if p >= 0)
-        assert all(a[1] <= b[1] for a, b in itertools.pairwise(known))
-        num_pairs += max(0, len(known) - 1)
+        positions = [position_of.get((user, sample_keys[i - 1]), -1) for i in timed.lists["item_ids"][0][part]]
+        pairs = sorted((p, t) for p, t in zip(positions, times, strict=True) if p >= 0)
+        assert all(a[1] <= b[1] for a, b in itertools.pairwise(pairs))
+        num_pairs += max(0, len(pairs) - 1)
     assert num_pairs > 70_000
 
 
@@ -114,21 +116,21 @@ def test_beauty_attributes_cover_every_item(data_folder: Path, tmp_path: Path) -
     assert min(len(a) for a in attributes.to_pylist()) >= 1
 
 
-def test_a_five_core_of_the_beauty_pairs_leaves_five_events_each(data_folder: Path, tmp_path: Path) -> None:
+def test_beauty_five_core_filter_leaves_five_events_each(data_folder: Path, tmp_path: Path) -> None:
     source = data_folder / "amazon-beauty/beauty_pairs.txt.gz"
-    card, dataset = prepared(source, tmp_path / "out", "sasrec_pairs", user_core=5, item_core=5)
+    card, dataset = prepared(source, tmp_path / "out", "sasrec_pairs", min_events_per_user=5, min_events_per_item=5)
     assert dataset.lengths.min() >= 5
     assert dataset.items()["count"].to_numpy().min() >= 5
     assert card.counts.filtered["rare users and items"] == 353_962 - card.counts.events
 
 
-def test_kuairand_traps(data_folder: Path, tmp_path: Path) -> None:
+def test_kuairand_pure_counts_ranges_and_action_rates(data_folder: Path, tmp_path: Path) -> None:
     card, dataset = prepared(data_folder / "kuairand-pure", tmp_path / "out", "kuairand")
     assert 0.025 < card.counts.duplicates_dropped / card.counts.rows_read < 0.033
     sizes = {f.name: f.vocabulary_size for f in card.user_features}
     ranges = ["active_degree", "follow_user_num_range", "fans_user_num_range", "friend_user_num_range"]
     assert [sizes[n] for n in [*ranges, "register_days_range"]] == [10, 9, 10, 8, 9]
-    assert len(card.user_features) == 34, "four of them from the earlier histories"
+    assert len(card.user_features) == 34, "four of them are computed from the earlier histories"
     assert len(card.item_features) == 11
     rows = dataset.rows(np.arange(dataset.num_samples))
     assert (rows.scalars["user_onehot_feat4"] == 0).any()
@@ -143,7 +145,7 @@ def test_kuairand_traps(data_folder: Path, tmp_path: Path) -> None:
     assert np.diff(times)[is_inside].min() >= 0
 
 
-def test_criteo_sample_has_its_click_rate(data_folder: Path, tmp_path: Path) -> None:
+def test_criteo_sample_has_expected_click_rate(data_folder: Path, tmp_path: Path) -> None:
     card, dataset = prepared(data_folder / "criteo-sample/criteo_first_7000.txt.gz", tmp_path / "out", "criteo")
     rows = dataset.rows(np.arange(7000))
     assert card.kind == "rows"

@@ -1,4 +1,4 @@
-"""Codes of ids against a dictionary."""
+"""The id encoder compared with a dictionary."""
 
 from decimal import Decimal
 
@@ -19,7 +19,7 @@ IDS = st.one_of(
 
 
 @given(batches=st.lists(st.lists(IDS, max_size=40), max_size=6))
-def test_codes_equal_those_of_a_dictionary_in_order_of_first_appearance(batches: list[list[str]]) -> None:
+def test_id_encoder_equals_dictionary_in_first_seen_order(batches: list[list[str]]) -> None:
     table = IdEncoder()
     oracle = {}  # type: ignore[var-annotated]
     for ids in batches:
@@ -35,13 +35,13 @@ def test_codes_equal_those_of_a_dictionary_in_order_of_first_appearance(batches:
     ]
 
 
-def test_numbers_and_text_of_numbers_are_the_same_ids() -> None:
+def test_id_encoder_treats_numbers_and_their_text_alike() -> None:
     table = IdEncoder()
     assert table.encode(pa.array([5, -3, 2**62], pa.int64())).tolist() == [0, 1, 2]
     assert table.encode(pa.array(["5", "-3", str(2**62), "05"])).tolist() == [0, 1, 2, 3]
 
 
-def test_a_million_ids_keep_their_codes() -> None:
+def test_id_encoder_keeps_codes_of_a_million_ids() -> None:
     ids = np.random.default_rng(0).permutation(1_000_000) * 1_000_003
     table = IdEncoder()
     for part in np.array_split(ids, 7):
@@ -51,26 +51,26 @@ def test_a_million_ids_keep_their_codes() -> None:
 
 
 @given(text=IDS)
-def test_a_batch_of_one_agrees_with_the_check_of_one(text: str) -> None:
+def test_id_encoder_batch_of_one_agrees_with_is_plain_number(text: str) -> None:
     assert (as_numbers(pa.array([text], pa.string())) is not None) == is_plain_number(text)
 
 
-def test_decimals_are_the_ids_that_whole_numbers_and_text_are() -> None:
-    """In a batch with fractions 7.00 was another id than in one without."""
+def test_id_encoder_decimals_equal_integers_and_text() -> None:
+    """Regression test: 7.00 got a different id in a batch with fractions than in one without."""
     table = IdEncoder()
     kind = pa.decimal128(38, 10)
     large = 10**20
-    whole = table.encode(pa.array([Decimal(7), Decimal(0), Decimal(100)], kind))
+    integers = table.encode(pa.array([Decimal(7), Decimal(0), Decimal(100)], kind))
     mixed = pa.array([Decimal(7), Decimal("8.50"), Decimal(0), Decimal(100), Decimal(large)], kind)
     codes = table.encode(mixed)
-    assert codes.tolist() == [whole[0], 3, whole[1], whole[2], 4]
+    assert codes.tolist() == [integers[0], 3, integers[1], integers[2], 4]
     assert table.all_keys().to_pylist() == ["7", "0", "100", "8.5", str(large)]
     assert table.find(mixed).tolist() == codes.tolist()
     assert table.find(pa.array(["7", "8.5", str(large)])).tolist() == [0, 3, 4]
 
 
-def test_ids_hexadecimal_text_is_no_number() -> None:
-    texts = ["999999999999", "0xE8D4A50FFF"]  # the same number, in as many characters
+def test_ids_hexadecimal_text_is_not_a_number() -> None:
+    texts = ["999999999999", "0xE8D4A50FFF"]  # the same number, with the same number of characters
     table = IdEncoder()
     assert table.encode(pa.array(texts)).tolist() == [0, 1]
     assert [table.encode(pa.array([text])).item() for text in texts] == [0, 1]

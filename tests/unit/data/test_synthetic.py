@@ -1,4 +1,4 @@
-"""Synthetic logs: pure functions of the seed, of the promised shape, with something to learn."""
+"""Synthetic logs are pure functions of the seed, have the documented shape, and contain learnable patterns."""
 
 import dataclasses
 import itertools
@@ -28,7 +28,7 @@ def sequences(shape: synthetic.SyntheticConfig) -> list[np.ndarray]:
 def ranks_of_ids(shape: synthetic.SyntheticConfig) -> np.ndarray:
     ranks = np.arange(shape.num_items)
     rank_of_id = np.empty(shape.num_items + 1, dtype=np.int64)
-    rank_of_id[synthetic._item_ids(ranks, shape.num_items, synthetic._catalogue_key(shape))] = ranks
+    rank_of_id[synthetic._item_ids(ranks, shape.num_items, synthetic._catalog_key(shape))] = ranks
     return rank_of_id
 
 
@@ -37,7 +37,7 @@ def ndcg_at_10(scores: np.ndarray, target: int) -> float:
     return 1.0 / np.log2(rank + 2) if rank < 10 else 0.0
 
 
-def test_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) -> None:
+def test_synthetic_log_bytes_depend_only_on_the_seed(tmp_path: Path) -> None:
     first, second, other = (
         prepare("synthetic", "tiny", tmp_path / name, num_users=200, seed=seed).files
         for name, seed in (("a", 4), ("b", 4), ("c", 5))
@@ -47,7 +47,7 @@ def test_same_seed_gives_the_same_bytes_and_another_seed_others(tmp_path: Path) 
 
 
 @given(user=st.integers(0, 1999), size=st.integers(1, 50))
-def test_any_block_of_users_can_be_drawn_alone(user: int, size: int) -> None:
+def test_synthetic_users_can_be_drawn_in_any_block(user: int, size: int) -> None:
     alone = synthetic.draw_events(TINY, user, user + 1)
     start = max(0, user - size)
     block = synthetic.draw_events(TINY, start, user + size)
@@ -57,7 +57,7 @@ def test_any_block_of_users_can_be_drawn_alone(user: int, size: int) -> None:
         assert np.array_equal(getattr(block, name)[part], getattr(alone, name))
 
 
-def test_last_items_follow_from_the_item_before_far_better_than_from_popularity() -> None:
+def test_synthetic_previous_item_predicts_better_than_popularity() -> None:
     rows = sequences(TINY)
     popularity = np.zeros(TINY.num_items + 1)
     follows = np.zeros((TINY.num_items + 1, TINY.num_items + 1))
@@ -70,10 +70,10 @@ def test_last_items_follow_from_the_item_before_far_better_than_from_popularity(
     assert by_last_item > 0.4
 
 
-def test_history_tells_more_than_the_last_item() -> None:
-    """Of the two cycles through an item, each user prefers one, and their past tells which."""
+def test_synthetic_history_predicts_better_than_the_last_item() -> None:
+    """Each user prefers one of the two cycles through an item, and the history reveals which one."""
     rank_of_id = ranks_of_ids(TINY)
-    key = synthetic._catalogue_key(TINY)
+    key = synthetic._catalog_key(TINY)
     agreements = []
     for row in sequences(TINY)[:500]:
         ranks = rank_of_id[row]
@@ -87,7 +87,7 @@ def test_history_tells_more_than_the_last_item() -> None:
     assert np.mean(agreements) > 0.75
 
 
-def test_tiny_has_the_promised_size_and_no_repeats() -> None:
+def test_synthetic_tiny_has_expected_size_and_no_repeats() -> None:
     rows = sequences(TINY)
     assert len(rows) == 2000
     assert 500 <= TINY.num_items <= 1000
@@ -105,46 +105,48 @@ def test_tiny_has_the_promised_size_and_no_repeats() -> None:
         ("ml-1m-like", 4.44, 0.98, 16, 1924),
     ],
 )
-def test_lengths_follow_the_published_law(name: str, mu: float, sigma: float, low: int, high: int) -> None:
-    found = synthetic.lengths(name, 40_000, seed=2)
-    assert low <= found.min()
-    assert found.max() <= high
-    inside = np.log(found[(found > low) & (found < high)])
+def test_synthetic_lengths_follow_published_distribution(
+    name: str, mu: float, sigma: float, low: int, high: int
+) -> None:
+    lengths = synthetic.lengths(name, 40_000, seed=2)
+    assert low <= lengths.min()
+    assert lengths.max() <= high
+    inside = np.log(lengths[(lengths > low) & (lengths < high)])
     generator = np.random.default_rng(0)
     drawn = np.rint(np.exp(generator.normal(mu, sigma, 400_000)))
     expected = np.log(drawn[(drawn > low) & (drawn < high)])
     assert abs(inside.mean() - expected.mean()) < 0.02
     assert abs(inside.std() - expected.std()) < 0.02
-    assert np.array_equal(found[:100], synthetic.lengths(name, 100, seed=2))
+    assert np.array_equal(lengths[:100], synthetic.lengths(name, 100, seed=2))
 
 
-def test_lengths_alone_are_those_of_the_dataset() -> None:
+def test_synthetic_lengths_equal_those_of_the_events() -> None:
     shape = synthetic.preset("turbogr-kuai", num_users=50, seed=9)
     assert np.array_equal(synthetic.draw_events(shape, 0, 50).lengths, synthetic.lengths("turbogr-kuai", 50, seed=9))
 
 
-def test_popularity_has_about_the_fitted_exponent(tmp_path: Path) -> None:
+def test_synthetic_popularity_has_fitted_zipf_exponent(tmp_path: Path) -> None:
     card = synthetic.generate(synthetic.preset("turbogr-kuai", num_users=1500), tmp_path / "out")
     assert 0.55 < card.popularity.zipf_s < 0.85
     assert 0.4 < card.popularity.top_10_percent_share < 0.65
 
 
-def test_actions_are_likelier_where_taste_matches() -> None:
-    """Users like few topics; on their most frequent topic they click more."""
+def test_synthetic_actions_are_likelier_on_favorite_topics() -> None:
+    """Users like few topics, and click more on their most frequent topic."""
     shape = dataclasses.replace(TINY, follow_chance=0.0, num_users=1000)
     block = synthetic.draw_events(shape, 0, 1000)
     topics = ranks_of_ids(shape)[block.item_ids] % shape.num_topics
     users = np.repeat(np.arange(1000), block.lengths)
     seen = np.zeros((1000, shape.num_topics))
     np.add.at(seen, (users, topics), 1)
-    is_favourite = topics == seen.argmax(axis=1)[users]
+    is_favorite = topics == seen.argmax(axis=1)[users]
     clicked = block.actions & synthetic.ACTION_BITS["click"] != 0
-    assert clicked[is_favourite].mean() > clicked[~is_favourite].mean() + 0.1
+    assert clicked[is_favorite].mean() > clicked[~is_favorite].mean() + 0.1
     for name in ("like", "long_view"):
         assert not (block.actions[~clicked] & synthetic.ACTION_BITS[name]).any()
 
 
-def test_times_never_go_back_and_sometimes_tie() -> None:
+def test_synthetic_times_never_decrease_and_sometimes_tie() -> None:
     block = synthetic.draw_events(TINY, 0, 500)
     is_inside = np.diff(np.repeat(np.arange(500), block.lengths)) == 0
     gaps = np.diff(block.times_ms)[is_inside]
@@ -152,7 +154,7 @@ def test_times_never_go_back_and_sometimes_tie() -> None:
     assert 0.02 < (gaps == 0).mean() < 0.1
 
 
-def test_prepared_csv_equals_the_dataset_written_directly(tmp_path: Path) -> None:
+def test_synthetic_csv_prepared_equals_direct_dataset(tmp_path: Path) -> None:
     shape = synthetic.preset("tiny", num_users=300, seed=1)
     synthetic.generate(shape, tmp_path / "direct")
     assert synthetic.write_csv(shape, tmp_path / "log.csv") == int(synthetic.lengths(shape, 300, 1).sum())
@@ -160,18 +162,20 @@ def test_prepared_csv_equals_the_dataset_written_directly(tmp_path: Path) -> Non
     prepare("log", tmp_path / "log.csv", tmp_path / "prepared", options=LogOptions(log=log))
     direct, prepared = Dataset.open(tmp_path / "direct"), Dataset.open(tmp_path / "prepared")
     order = np.argsort([int(key) for key in prepared.user_keys(np.arange(300))])
-    ours = prepared.rows(order)
-    theirs = direct.rows(np.arange(300))
+    prepared_rows = prepared.rows(order)
+    direct_rows = direct.rows(np.arange(300))
     keys = np.array([0, *map(int, prepared.items().column("item_key").to_pylist())])
-    assert np.array_equal(keys[ours.lists["item_ids"][0]], theirs.lists["item_ids"][0])
-    assert np.array_equal(ours.lists["timestamps_ms"][0], theirs.lists["timestamps_ms"][0])
+    assert np.array_equal(keys[prepared_rows.lists["item_ids"][0]], direct_rows.lists["item_ids"][0])
+    assert np.array_equal(prepared_rows.lists["timestamps_ms"][0], direct_rows.lists["timestamps_ms"][0])
     for name, bit in synthetic.ACTION_BITS.items():
         own_bit = prepared.card.action_bits[name]
-        assert np.array_equal(ours.lists["actions"][0] & own_bit != 0, theirs.lists["actions"][0] & bit != 0)
+        assert np.array_equal(
+            prepared_rows.lists["actions"][0] & own_bit != 0, direct_rows.lists["actions"][0] & bit != 0
+        )
 
 
 @given(size=st.integers(1, 300), key=st.integers(0, 2**64 - 1))
-def test_permute_is_a_bijection(size: int, key: int) -> None:
+def test_synthetic_permute_is_a_bijection(size: int, key: int) -> None:
     assert sorted(int(permute(i, size, np.uint64(key))) for i in range(size)) == list(range(size))
 
 
@@ -181,26 +185,28 @@ def test_permute_is_a_bijection(size: int, key: int) -> None:
     key=st.integers(0, 2**64 - 1),
     dialect=st.integers(0, 1),
 )
-def test_successors_are_a_bijection_inside_topics(num_items: int, num_topics: int, key: int, dialect: int) -> None:
+def test_synthetic_successors_are_a_bijection_inside_topics(
+    num_items: int, num_topics: int, key: int, dialect: int
+) -> None:
     shape = (dialect, num_items, num_topics, np.uint64(key))
     after = [int(successor(rank, *shape)) for rank in range(num_items)]
     assert sorted(after) == list(range(num_items))
     assert all(a % num_topics == rank % num_topics for rank, a in enumerate(after))
 
 
-def test_a_mistyped_preset_says_what_was_meant(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="did you mean 'tiny'"):
+def test_synthetic_mistyped_preset_gets_a_suggestion(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"(?i)did you mean 'tiny'"):
         prepare("synthetic", "tinny", tmp_path / "out")
 
 
 @pytest.mark.parametrize("change", [{"num_users": 0}, {"zipf_s": 1.0}, {"num_topics": 10_000}])
-def test_impossible_shapes_are_refused(tmp_path: Path, change: dict[str, float]) -> None:
+def test_synthetic_impossible_shapes_are_rejected(tmp_path: Path, change: dict[str, float]) -> None:
     with pytest.raises(UserError):
         synthetic.generate(dataclasses.replace(TINY, **change), tmp_path / "out")
 
 
-def test_interests_are_taken_up_where_they_were_left() -> None:
-    """The next item follows from the last one of its own interest: among the last few, not the last alone."""
+def test_synthetic_interests_resume_at_their_last_item() -> None:
+    """The next item follows the last one of the same interest, which need not be the last item of the user."""
     shape = dataclasses.replace(synthetic.preset("interests"), num_users=50, follow_chance=1.0, switch_chance=1.0)
     block = synthetic.draw_events(shape, 0, 50)
     followers: dict[int, set[int]] = {}
@@ -209,5 +215,5 @@ def test_interests_are_taken_up_where_they_were_left() -> None:
         items = block.item_ids[start:end]
         for item, following in zip(items[:-2], items[2:], strict=True):
             followers.setdefault(int(item), set()).add(int(following))
-    share = np.mean([len(found) <= 2 for found in followers.values()])  # two cycles run through every item
-    assert share > 0.8
+    fraction = np.mean([len(items_after) <= 2 for items_after in followers.values()])  # each item is in two cycles
+    assert fraction > 0.8

@@ -13,28 +13,28 @@ INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
 @given(arrays(np.int64, st.integers(0, 300), elements=st.one_of(INT64, st.integers(0, 20))), st.integers(1, 5))
-def test_distinct_keys_are_grouped_by_owner_in_order_of_first_appearance(keys, num_shards):
-    found = dedup(keys, num_shards)
-    assert (found.keys[found.inverse] == keys).all()
-    owners = owner_of(found.keys, num_shards)
+def test_unique_keys_are_grouped_by_owner_in_order(keys, num_shards):
+    unique = dedup(keys, num_shards)
+    assert (unique.keys[unique.inverse] == keys).all()
+    owners = owner_of(unique.keys, num_shards)
     assert (np.diff(owners) >= 0).all()
-    assert found.counts.tolist() == np.bincount(owners, minlength=num_shards).tolist()
+    assert unique.counts.tolist() == np.bincount(owners, minlength=num_shards).tolist()
     for shard in range(num_shards):
-        mine = found.keys[owners == shard].tolist()
-        assert mine == list(dict.fromkeys(k for k in keys.tolist() if k in set(mine)))
+        shard_keys = unique.keys[owners == shard].tolist()
+        assert shard_keys == list(dict.fromkeys(k for k in keys.tolist() if k in set(shard_keys)))
 
 
 @pytest.mark.parametrize("num_shards", [1, 3, 8])
 @pytest.mark.parametrize("spread", [1, 40, 2**17, 2**62])
 @pytest.mark.parametrize("size", [5000, 300_000])
-def test_a_large_batch_is_what_numpy_finds(size, spread, num_shards):
+def test_unique_keys_of_large_batch_equal_numpy(size, spread, num_shards):
     keys = np.random.default_rng(0).integers(-spread, spread, size)
-    found = dedup(keys, num_shards)
-    assert sorted(found.keys.tolist()) == np.unique(keys).tolist()
-    assert (found.keys[found.inverse] == keys).all()
-    owners = owner_of(found.keys, num_shards)
+    unique = dedup(keys, num_shards)
+    assert sorted(unique.keys.tolist()) == np.unique(keys).tolist()
+    assert (unique.keys[unique.inverse] == keys).all()
+    owners = owner_of(unique.keys, num_shards)
     assert (np.diff(owners) >= 0).all()
-    assert found.counts.tolist() == np.bincount(owners, minlength=num_shards).tolist()
+    assert unique.counts.tolist() == np.bincount(owners, minlength=num_shards).tolist()
 
 
 def test_owners_are_even_and_fixed():
@@ -45,7 +45,7 @@ def test_owners_are_even_and_fixed():
 
 
 @pytest.mark.parametrize("num_shards", [1, 2, 3, 60, 1000])
-def test_what_a_shard_owns_is_a_range_of_hashes(num_shards):
+def test_key_routing_shard_owns_range_of_hashes(num_shards):
     keys = np.random.default_rng(0).integers(-(2**63), 2**63 - 1, 20_000)
     owners = owner_of(keys, num_shards)
     hashes = hash_of(keys)

@@ -1,4 +1,4 @@
-"""Memory of a table on disk is bounded as configured, measured by the system on a fresh process."""
+"""The memory of a table on disk is bounded as configured, measured as peak RSS of a new process."""
 
 import json
 import os
@@ -21,7 +21,7 @@ def train(num_rows, steps, kind):
     draw = np.random.default_rng(0)
     for step in range(1, steps + 1):
         routed = engine.route({"t": draw.integers(0, num_rows, 300)})
-        working = engine.fetch(routed, step=step)
+        working = engine.fetch_rows(routed, step=step)
         vectors = engine.exchange_vectors(routed, working)["t"]
         engine.accumulate(routed, working, {"t": vectors * step})
         engine.update(working, learning_rate=0.1)
@@ -31,7 +31,7 @@ def train(num_rows, steps, kind):
 train(1500, 2, "disk").close()
 before = resident_peak()
 found = {}
-for kind in ("disk", "dram"):  # in this order: the peak is that of the process so far
+for kind in ("disk", "dram"):  # in this order, because the peak never decreases
     engine = train(20_000, 100, kind)
     grown = resident_peak() - before
     found[kind] = {"grown": grown, "digest": engine.digest("t"), **engine.shards["t"].store.statistics()}
@@ -42,16 +42,16 @@ print(json.dumps(found))
 
 def measure(folder) -> dict:
     command = [sys.executable, "-c", PROGRAM, str(folder)]
-    # Else malloc keeps freed batches or not, by what was allocated before them: megabytes, from run to run.
+    # Without a fixed threshold, malloc may retain freed batches, which changes the peak by megabytes between runs.
     environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(128 << 10)}
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=250, env=environment)
     return json.loads(done.stdout)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-def test_a_table_larger_than_its_memory_trains_within_it_and_gives_the_bits_of_dram(tmp_path):
-    found = measure(tmp_path)
-    disk, dram = found["disk"], found["dram"]
+def test_disk_store_memory_is_bounded_and_equals_dram(tmp_path):
+    results = measure(tmp_path)
+    disk, dram = results["disk"], results["dram"]
     table = 20_000 * 4112
     assert disk["disk_bytes"] == table
     assert dram["grown"] > 0.5 * table

@@ -11,14 +11,14 @@ from nestrec.jagged import Jagged
 
 def step(engine: EmbeddingEngine, keys: dict, number: int) -> None:
     routed = engine.route(keys)
-    working = engine.fetch(routed, step=number)
+    working = engine.fetch_rows(routed, step=number)
     vectors = engine.exchange_vectors(routed, working)
     engine.accumulate(routed, working, {n: torch.ones_like(v) for n, v in vectors.items()})
     engine.update(working, learning_rate=0.1)
     engine.write_back(working)
 
 
-def test_evaluation_inserts_counts_and_evicts_nothing():
+def test_embedding_evaluation_does_not_change_tables():
     engine = EmbeddingEngine([TableConfig(name="t", dim=4)], Topology.single())
     step(engine, {"t": np.array([5, -3])}, 1)
     digest = engine.digest("t")
@@ -26,35 +26,35 @@ def test_evaluation_inserts_counts_and_evicts_nothing():
     assert vectors.shape == (2, 2, 4)
     assert torch.equal(vectors[0, 1], vectors[1, 1])
     assert engine.digest("t") == digest
-    assert engine.shards["t"].residency.num_rows == 2
+    assert engine.shards["t"].key_index.num_rows == 2
 
 
-def test_a_cleared_shard_is_as_new_and_still_itself():
-    """A shard of another class, with what it was given besides, stays that."""
+def test_table_shard_clear_resets_rows():
+    """A shard of a subclass retains its class and its additional attributes."""
 
     class NamedShard(TableShard):
         def __init__(self, name: str, table: TableConfig):
             super().__init__(table, 0, 1, torch.device("cpu"))
             self.name = name
 
-    shard = NamedShard("mine", TableConfig(name="t", dim=2))
+    shard = NamedShard("first", TableConfig(name="t", dim=2))
     keys = np.array([4, 9])
-    fetched = shard.fetch(keys, step=1)
+    fetched = shard.fetch_rows(keys, step=1)
     fetched.rows.add_(1)
     shard.write_back(fetched)
     shard.clear()
-    assert shard.name == "mine"
-    assert shard.residency.num_rows == 0
+    assert shard.name == "first"
+    assert shard.key_index.num_rows == 0
     assert torch.equal(shard.read(keys), NamedShard("new", shard.table).read(keys))
 
 
 @pytest.mark.parametrize("kind", ["device", "dram", "disk"])
-def test_unused_rows_of_a_static_table_count_with_their_initial_values(kind, tmp_path):
+def test_top_k_includes_initial_rows_of_static_table(kind, tmp_path):
     table = TableConfig(name="t", dim=4, num_rows=1000, store=StoreConfig(kind=kind, folder=str(tmp_path)))
     used, unused = (EmbeddingEngine([table], Topology.single()) for _ in range(2))
     before = unused.digest("t")
     routed = used.route({"t": np.arange(0, 1000, 3)})
-    used.write_back(used.fetch(routed, step=1))
+    used.write_back(used.fetch_rows(routed, step=1))
     assert used.digest("t") == before
     step(used, {"t": np.array([7])}, 2)
     assert used.digest("t") != before
@@ -62,9 +62,13 @@ def test_unused_rows_of_a_static_table_count_with_their_initial_values(kind, tmp
     unused.close()
 
 
-def test_keys_without_a_row_learn_nothing_until_admitted():
+def test_embedding_keys_are_not_trained_until_admitted():
     table = TableConfig(
-        name="t", dim=2, dtype="float64", store=StoreConfig(admission_count=3), optimizer=RowOptimizerConfig(kind="sgd")
+        name="t",
+        dim=2,
+        dtype="float64",
+        store=StoreConfig(admission_threshold=3),
+        optimizer=RowOptimizerConfig(kind="sgd"),
     )
     engine = EmbeddingEngine([table], Topology.single())
     begin = engine.lookup_readonly({"t": np.array([1, 2])})["t"]
@@ -76,10 +80,10 @@ def test_keys_without_a_row_learn_nothing_until_admitted():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
-def test_vectors_have_the_type_of_the_table_and_state_its_own(dtype):
+def test_embedding_vectors_have_dtype_of_table(dtype):
     engine = EmbeddingEngine([TableConfig(name="t", dim=5, dtype=dtype)], Topology.single())
     routed = engine.route({"t": np.array([1, 2])}, {"t": np.array([2, 3])})
-    working = engine.fetch(routed, step=1)
+    working = engine.fetch_rows(routed, step=1)
     for part in (0, 1):
         vectors = engine.exchange_vectors(routed, working, part)["t"]
         assert vectors.dtype == engine.tables["t"].weight_dtype
@@ -92,8 +96,8 @@ def test_vectors_have_the_type_of_the_table_and_state_its_own(dtype):
     assert chunk["state_sum"].flatten().tolist() == [1.0, 4.0, 1.0]
 
 
-def test_bare_weights_load_with_state_as_in_new_rows():
-    optimizer = RowOptimizerConfig(kind="adagrad", initial_accumulator=0.5)
+def test_embedding_weights_load_with_initial_optimizer_state():
+    optimizer = RowOptimizerConfig(kind="adagrad", initial_accumulator_value=0.5)
     engine = EmbeddingEngine([TableConfig(name="t", dim=3, num_rows=10, optimizer=optimizer)], Topology.single())
     weight = torch.randn(10, 3)
     assert engine.load("t", [{"keys": torch.arange(10), "weight": weight}]) == 10
@@ -107,18 +111,18 @@ def test_top_k_is_a_stable_sort_of_all_scores():
     weight = torch.randint(-2, 3, (500, 3)).float()  # many ties
     engine.load("t", [{"keys": torch.arange(500), "weight": weight}])
     queries = torch.randint(-2, 3, (40, 3)).float()
-    seen = Jagged.from_rows([torch.randint(0, 500, (n,)) for n in range(40)])
-    scores, keys = engine.top_k("t", queries, 10, exclude=seen, candidates=range(1, 500))
+    history = Jagged.from_rows([torch.randint(0, 500, (n,)) for n in range(40)])
+    scores, keys = engine.top_k("t", queries, 10, exclude=history, candidates=range(1, 500))
     every = queries @ weight.T
     every[:, 0] = -torch.inf
-    for row, gone in enumerate(seen.rows()):
-        every[row, gone] = -torch.inf
+    for row, excluded in enumerate(history.rows()):
+        every[row, excluded] = -torch.inf
     expected, order = every.sort(dim=1, descending=True, stable=True)
     assert torch.equal(scores, expected[:, :10])
     assert torch.equal(keys, order[:, :10])
 
 
-def test_top_k_of_a_dynamic_table_counts_rows_and_pads_with_no_key():
+def test_top_k_of_dynamic_table_pads_missing_keys():
     engine = EmbeddingEngine([TableConfig(name="t", dim=3)], Topology.single())
     step(engine, {"t": np.array([9, -4])}, 1)
     scores, keys = engine.top_k("t", torch.zeros(1, 3), 3, row_transform=lambda v, k: v + 1)
@@ -126,41 +130,44 @@ def test_top_k_of_a_dynamic_table_counts_rows_and_pads_with_no_key():
     assert scores[0, 2] == -torch.inf
 
 
-def test_a_key_outside_a_static_table_is_an_error_that_names_it():
+def test_static_table_names_key_out_of_range():
     engine = EmbeddingEngine([TableConfig(name="t", dim=3, num_rows=10, features=("a",))], Topology.single())
     for key in (10, -1):
-        with pytest.raises(UserError, match=rf"feature 'a'.* = {key}: is not a key of table 't', which holds 0 to 9"):
+        with pytest.raises(UserError, match=rf"feature 'a'={key}: not a valid key of table 't', whose keys are 0 to 9"):
             engine.route({"a": np.array([3, key])})
 
 
-def test_training_must_give_every_feature_and_no_other():
+def test_embedding_route_requires_exactly_the_features():
     tables = [TableConfig(name="t", dim=3, features=("a", "b")), TableConfig(name="u", dim=2)]
     engine = EmbeddingEngine(tables, Topology.single())
-    for given in ("a", "b"), ("a", "b", "u", "c"):
-        with pytest.raises(UserError, match=r"feature = '[uc]'"):
-            engine.route({name: np.array([1]) for name in given})
+    for names in ("a", "b"), ("a", "b", "u", "c"):
+        with pytest.raises(UserError, match=r"feature=[uc]: "):
+            engine.route({name: np.array([1]) for name in names})
 
 
 @pytest.mark.parametrize(
-    ("tables", "words"),
+    ("tables", "message"),
     [
         ([TableConfig(name="t", dim=0)], "tables.t.dim"),
         ([TableConfig(name="t", dim=1, num_rows=0)], "tables.t.num_rows"),
-        ([TableConfig(name="t", dim=1)] * 2, "is used twice"),
+        ([TableConfig(name="t", dim=1)] * 2, "used more than once"),
         ([TableConfig(name="t", dim=1), TableConfig(name="u", dim=1, features=("t",))], "features"),
         ([TableConfig(name="t", dim=1, store=StoreConfig(kind="disk"))], "store.folder"),
-        ([TableConfig(name="t", dim=1, num_rows=4, store=StoreConfig(admission_count=2))], "t.admission_count = 2"),
-        ([TableConfig(name="t", dim=1, store=StoreConfig(eviction="lru"))], "max_rows"),
-        ([TableConfig(name="t", dim=1, store=StoreConfig(eviction="ttl"))], "ttl_steps"),
+        (
+            [TableConfig(name="t", dim=1, num_rows=4, store=StoreConfig(admission_threshold=2))],
+            "t.admission_threshold=2",
+        ),
+        ([TableConfig(name="t", dim=1, store=StoreConfig(eviction_policy="lru"))], "max_rows"),
+        ([TableConfig(name="t", dim=1, store=StoreConfig(eviction_policy="ttl"))], "ttl_steps"),
         ([TableConfig(name="t", dim=1, store=StoreConfig(ttl_steps=4))], "ttl_steps"),
     ],
 )
-def test_mistakes_in_table_configs_name_the_field(tables, words):
-    with pytest.raises(UserError, match=words):
+def test_table_config_errors_name_the_field(tables, message):
+    with pytest.raises(UserError, match=message):
         EmbeddingEngine(tables, Topology.single())
 
 
-def test_a_table_larger_than_its_cache_keeps_to_its_memory(tmp_path):
+def test_disk_store_cache_stays_within_its_size(tmp_path):
     store = StoreConfig(kind="disk", folder=str(tmp_path), cache_rows=256)
     engine = EmbeddingEngine([TableConfig(name="t", dim=64, num_rows=20_000, store=store)], Topology.single())
     draw = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""Rows of 16 bits: how they are updated, and what they are refused with."""
+"""Tables with 16-bit weights: their updates, and the options that they do not support."""
 
 from dataclasses import replace
 
@@ -10,25 +10,25 @@ from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.embedding import EmbeddingEngine, RowOptimizerConfig, TableConfig
 from nestrec.embedding.optimizer_checks import draws_of
-from nestrec.embedding.routing.replica_key_union import check_tables_can_differ
+from nestrec.embedding.routing.replica_key_union import check_weight_averaging
 from nestrec.embedding.row_optimizer import ROW_OPTIMIZERS, RowOptimizerSpec, RowStep, update_by_formula
 from nestrec.embedding.table_config import layout_of
 from nestrec.embedding.table_shard import TableOptimizer
-from nestrec.ops.embedding.stochastic_rounding import rounded
+from nestrec.ops.embedding.stochastic_rounding import round_stochastically
 
-NUM_ROWS, DIM = 1100, 7  # more rows than a host loop has at a time
+NUM_ROWS, DIM = 1100, 7  # more rows than a host loop processes at once
 
 
 def table_of(kind: str = "adam", dtype: str = "bfloat16", **more: object) -> TableConfig:
     return TableConfig(name="t", dim=DIM, dtype=dtype, optimizer=RowOptimizerConfig(kind=kind, eps=1e-6), **more)
 
 
-def stepped(table: TableConfig, *ways: str) -> list[torch.Tensor]:
-    """Rows after three steps, each way of making them."""
+def train_rows(table: TableConfig, *implementations: str) -> list[torch.Tensor]:
+    """Return the rows after three steps with each implementation."""
     layout = layout_of(table)
     keys = np.arange(NUM_ROWS) * 2**41 - 77
     results = []
-    for way in ways:
+    for implementation in implementations:
         torch.manual_seed(0)
         rows = torch.zeros(NUM_ROWS, layout.num_words, dtype=torch.int32)
         layout.view(rows, "weight").copy_(torch.randn(NUM_ROWS, DIM))
@@ -36,47 +36,49 @@ def stepped(table: TableConfig, *ways: str) -> list[torch.Tensor]:
             grad = torch.randn(NUM_ROWS, DIM)
             draws = torch.from_numpy(draws_of(table, keys, number))
             step = RowStep(number, 0.01, table.optimizer, draws)
-            if way == "host":
+            if implementation == "host":
                 TableOptimizer(table, layout).update_on_host(rows, grad, step)
-            elif way == "formula":
+            elif implementation == "formula":
                 weight, *states = (layout.view(rows, column.name) for column in layout.columns)
                 update_by_formula(table.optimizer.spec, weight, states, grad, step, None)
-            elif way == "some":  # in another order, with a row that stays
+            elif implementation == "some":  # in another order, with an index that updates no row
                 order = torch.randperm(NUM_ROWS)
-                places = torch.cat([order, torch.tensor([-1])])
+                rows_to_update = torch.cat([order, torch.tensor([-1])])
                 shuffled = torch.cat([grad[order], torch.ones(1, DIM)])
-                told = RowStep(number, 0.01, table.optimizer, torch.cat([draws[order], draws[:1]]))
-                TableOptimizer(table, layout).update_on_device(rows, shuffled, told, places)
+                shuffled_step = RowStep(number, 0.01, table.optimizer, torch.cat([draws[order], draws[:1]]))
+                TableOptimizer(table, layout).update_on_device(rows, shuffled, shuffled_step, rows_to_update)
             else:
                 TableOptimizer(table, layout).update_on_device(rows, grad, step)
-            torch.manual_seed(number)  # the same gradients whatever was drawn between
+            torch.manual_seed(number)  # the same gradients, independently of other random draws
         results.append(rows)
     return results
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", list(ROW_OPTIMIZERS))
-def test_loop_formula_and_operator_round_alike_to_the_bit(kind, dtype):
-    host, *others = stepped(table_of(kind, dtype), "host", "operator", "formula", "some")
+def test_half_precision_implementations_are_bitwise_equal(kind, dtype):
+    host, *others = train_rows(table_of(kind, dtype), "host", "operator", "formula", "some")
     assert all(torch.equal(host, other) for other in others)
 
 
-def test_a_kernel_that_knows_whole_weights_alone_is_rounded_for(monkeypatch):
-    """As one of another package: it is given float32, and rows that it leaves alone stay to the bit."""
+def test_half_precision_float32_kernel_is_rounded_after(monkeypatch):
+    """A kernel of another package computes in float32, and unchanged rows must remain bitwise identical."""
     ours = ROW_OPTIMIZERS.find("adam")
 
-    def kernel(weight, states, grad, places, step):
+    def kernel(weight, states, grad, rows, step):
         assert weight.dtype == torch.float32
-        ours.kernel(weight, states, grad, places, step)
+        ours.kernel(weight, states, grad, rows, step)
 
     foreign = replace(ours, kernel=kernel, kernel_rounds=False)
-    expected = stepped(table_of("adam"), "operator", "some")
+    expected = train_rows(table_of("adam"), "operator", "some")
     monkeypatch.setattr(RowOptimizerConfig, "spec", property(lambda options: foreign))
     assert isinstance(foreign, RowOptimizerSpec)
-    assert all(torch.equal(a, b) for a, b in zip(stepped(table_of("adam"), "operator", "some"), expected, strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(train_rows(table_of("adam"), "operator", "some"), expected, strict=True)
+    )
 
 
-def test_bits_are_those_of_seed_table_step_and_key():
+def test_half_precision_rounding_depends_on_seed_table_step_key():
     keys = np.array([5, -3, 2**62])
     base = draws_of(table_of(), keys, 4)
     assert np.array_equal(draws_of(table_of("sgd", "float16"), keys[::-1].copy(), 4)[::-1], base)
@@ -86,16 +88,16 @@ def test_bits_are_those_of_seed_table_step_and_key():
         draws_of(table_of(), keys, 5),
         draws_of(table_of(), keys + 1, 4),
     ]
-    assert len({int(n) for found in [base, *others] for n in found}) == 15
+    assert len({int(n) for draws in [base, *others] for n in draws}) == 15
 
 
-def test_updates_too_small_for_the_last_place_move_weights_on_average():
-    """Rounded to nearest, none of them would ever move."""
+def test_half_precision_small_updates_are_unbiased():
+    """With rounding to nearest, the weights would never change."""
     table = table_of("sgd")
     layout = layout_of(table)
     rows = torch.zeros(400, layout.num_words, dtype=torch.int32)
     layout.view(rows, "weight").fill_(1.0)
-    for step in range(1, 51):  # each is a sixteenth of the distance from 1 to the next number below
+    for step in range(1, 51):  # each update is a sixteenth of the distance from 1 to the next smaller number
         draws = torch.from_numpy(draws_of(table, np.arange(400), step))
         gradient = torch.full((400, DIM), 2.0**-12)
         TableOptimizer(table, layout).update_on_host(rows, gradient, RowStep(step, 1.0, table.optimizer, draws))
@@ -104,13 +106,13 @@ def test_updates_too_small_for_the_last_place_move_weights_on_average():
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_models_see_float32_and_what_crosses_has_16_bits(dtype):
+def test_half_precision_rows_are_exchanged_with_16_bits(dtype):
     engine = EmbeddingEngine([table_of("rowwise_adagrad", dtype)], Topology.single())
     routed = engine.route({"t": np.array([1, 2, 7])})
-    working = engine.fetch(routed, step=1)
+    working = engine.fetch_rows(routed, step=1)
     vectors = engine.exchange_vectors(routed, working)["t"]
     assert vectors.dtype == engine.tables["t"].weight_dtype
-    assert engine.statistics.vector_bytes == 3 * 4 * ((DIM + 1) // 2), "rows cross as whole words"
+    assert engine.statistics.vector_bytes == 3 * 4 * ((DIM + 1) // 2), "rows are sent as 32-bit words"
     engine.accumulate(routed, working, {"t": torch.ones(3, DIM)})
     before = working.tables["t"].layout.columns_of(working.tables["t"].fetched.rows)["weight"]
     engine.update(working, learning_rate=0.01)
@@ -118,21 +120,23 @@ def test_models_see_float32_and_what_crosses_has_16_bits(dtype):
     read = engine.lookup_readonly({"t": np.array([1, 2, 7])})["t"]
     assert read.dtype == torch.float32
     draws = torch.from_numpy(draws_of(engine.tables["t"], np.array([1, 2, 7]), 1))
-    expected = rounded(before.float() - torch.tensor(0.01) * (1.0 / (1.0 + torch.tensor(1e-6))), draws, before.dtype)
+    expected = round_stochastically(
+        before.float() - torch.tensor(0.01) * (1.0 / (1.0 + torch.tensor(1e-6))), draws, before.dtype
+    )
     assert torch.equal(read, expected.float())
 
 
-def test_combinations_that_would_not_be_exact_are_refused():
-    half = {"features": ("a", "b"), "half_features": ("b",)}
-    with pytest.raises(UserError, match="cross in 16 bits as they are"):
+def test_half_precision_rejects_unsupported_combinations():
+    half = {"features": ("a", "b"), "half_precision_features": ("b",)}
+    with pytest.raises(UserError, match="already sent in 16 bits"):
         EmbeddingEngine([table_of(**half)], Topology.single())
-    with pytest.raises(UserError, match="mean of 16-bit copies"):
-        check_tables_can_differ([table_of()])
+    with pytest.raises(UserError, match="mean of 16-bit weights"):
+        check_weight_averaging([table_of()])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
-def test_a_row_is_as_wide_as_its_types_say(optimizer, dtype):
+def test_half_precision_row_size_in_bytes(optimizer, dtype):
     half, full = layout_of(table_of(optimizer, dtype)), layout_of(table_of(optimizer, "float32"))
     assert full.row_bytes - half.row_bytes in (8, 16)
     assert {column.dtype for column in half.columns[1:]} <= {torch.float32}

@@ -11,12 +11,12 @@ KEYS = np.array([0, 1, -1, 2**63 - 1, -(2**63), 123_456_789_012])
 
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", ["normal", "uniform", "zeros"])
-def test_host_loops_and_torch_give_the_same_bits(dtype, kind):
+def test_initial_rows_of_host_loops_equal_torch_bitwise(dtype, kind):
     table = TableConfig(name="t", dim=33, dtype=dtype, seed=7, init=InitConfig(kind=kind, scale=0.3))
     assert torch.equal(initial_vectors(KEYS, table), initial_vectors_torch(torch.from_numpy(KEYS), table))
 
 
-def test_an_element_is_a_function_of_seed_key_and_place():
+def test_initial_rows_depend_on_seed_key_and_column():
     table = TableConfig(name="t", dim=5, seed=11)
     hashed = fold(11, -1, 3)
     lanes = sum((hashed >> shift) & 0xFFFF for shift in (0, 16, 32, 48)) - 131070
@@ -26,7 +26,7 @@ def test_an_element_is_a_function_of_seed_key_and_place():
 
 
 @pytest.mark.parametrize(("kind", "std"), [("normal", 0.02), ("uniform", 0.02 / 3**0.5)])
-def test_moments_are_as_configured(kind, std):
+def test_initial_rows_have_configured_moments(kind, std):
     vectors = initial_vectors(np.arange(20_000), TableConfig(name="t", dim=64, init=InitConfig(kind=kind, scale=0.02)))
     assert abs(float(vectors.mean())) < 1e-4
     assert float(vectors.std()) == pytest.approx(std, rel=0.01)

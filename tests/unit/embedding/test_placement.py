@@ -1,4 +1,4 @@
-"""Where tables may be held whole by every rank, and where that is fewer bytes."""
+"""Placement of tables: supported replicated tables, and the choice by bytes transferred."""
 
 from dataclasses import replace
 from typing import Any
@@ -8,37 +8,44 @@ import pytest
 from nestrec.base.errors import UserError
 from nestrec.distributed import Topology
 from nestrec.embedding import StoreConfig, TableConfig
-from nestrec.embedding.table_config import bytes_crossed, check_placements, check_tables, with_placements
-from nestrec.tasks.table_overrides import TableOverrides, chosen_tables
+from nestrec.embedding.table_config import check_placements, check_tables, estimate_traffic, with_placements
+from nestrec.tasks.table_overrides import TableOverrides, resolve_tables
 
 SMALL = TableConfig(name="small", dim=16, num_rows=100, placement="replicated")
 
 
-def crossed(**changes: Any) -> Any:
-    usual = {"vector_bytes": 64, "gradient_bytes": 64, "ranks": 2, "used": 100, "asked": 100, "micro_batches": 4}
-    return bytes_crossed(**{**usual, **changes})
+def estimate(**changes: Any) -> Any:
+    defaults = {
+        "vector_bytes": 64,
+        "gradient_bytes": 64,
+        "ranks": 2,
+        "used_rows": 100,
+        "requested_rows": 100,
+        "micro_batches": 4,
+    }
+    return estimate_traffic(**{**defaults, **changes})
 
 
 @pytest.mark.parametrize(
-    ("changes", "fewer"),
+    ("changes", "cheaper"),
     [
         ({}, "replicated"),
         ({"micro_batches": 1}, "sharded"),
-        ({"asked": 10}, "sharded"),
+        ({"requested_rows": 10}, "sharded"),
         ({"ranks": 16}, "sharded"),
         ({"ranks": 16, "vector_bytes": 512, "gradient_bytes": 512}, "replicated"),
     ],
 )
-def test_rows_that_many_micro_batches_use_cross_in_fewer_bytes_where_all_ranks_hold_them(changes, fewer):
-    assert crossed(**changes).fewer == fewer
+def test_placement_replicated_saves_bytes_for_reused_rows(changes, cheaper):
+    assert estimate(**changes).cheaper_placement == cheaper
 
 
-def test_a_table_that_leaves_it_open_is_placed_by_bytes_and_others_stay():
+def test_placement_auto_is_chosen_by_bytes():
     tables = [replace(SMALL, name=name, placement="auto") for name in ("few", "many", "unknown")] + [SMALL]
     tables.append(TableConfig(name="dynamic", dim=4, placement="auto"))
-    by_bytes = {"few": crossed(), "many": crossed(asked=10), "dynamic": crossed()}
-    found = {table.name: table.placement for table in with_placements(tables, by_bytes)}
-    assert found == {
+    by_bytes = {"few": estimate(), "many": estimate(requested_rows=10), "dynamic": estimate()}
+    placed = {table.name: table.placement for table in with_placements(tables, by_bytes)}
+    assert placed == {
         "few": "replicated",
         "many": "sharded",
         "unknown": "sharded",
@@ -50,21 +57,21 @@ def test_a_table_that_leaves_it_open_is_placed_by_bytes_and_others_stay():
 @pytest.mark.parametrize(
     "change", [{"num_rows": None}, {"store": StoreConfig(kind="disk", folder="somewhere")}], ids=["dynamic", "disk"]
 )
-def test_what_cannot_be_held_whole_is_refused_by_name(change):
+def test_placement_replicated_rejects_unsupported_tables(change):
     with pytest.raises(UserError, match=r"tables.small.placement"):
         check_tables([replace(SMALL, **change)])
 
 
-def test_replica_groups_hold_no_whole_tables():
+def test_placement_replica_groups_reject_replicated_tables():
     topology = Topology.single()
     check_placements([SMALL], topology)
     with pytest.raises(UserError, match=r"replica groups.*"):
         check_placements([SMALL], replace(topology, num_replicas=2))
 
 
-def test_what_is_said_of_all_tables_holds_for_those_that_can_be_so():
+def test_placement_of_all_tables_skips_unsupported():
     tables = [replace(SMALL, placement="sharded"), TableConfig(name="users", dim=4)]
-    found = chosen_tables(tables, {"*": TableOverrides(placement="replicated")}).tables
-    assert [table.placement for table in found] == ["replicated", "sharded"]
+    placed = resolve_tables(tables, {"*": TableOverrides(placement="replicated")}).tables
+    assert [table.placement for table in placed] == ["replicated", "sharded"]
     with pytest.raises(UserError, match=r"tables.users.placement.*admitted"):
-        chosen_tables(tables, {"users": TableOverrides(placement="replicated")})
+        resolve_tables(tables, {"users": TableOverrides(placement="replicated")})

@@ -18,7 +18,7 @@ def table_of(kind: str, dtype: str, dim: int = 37, **options: float) -> TableCon
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_host_loops_equal_the_torch_rules_to_the_bit(kind, dtype):
+def test_row_optimizer_host_loops_equal_torch_bitwise(kind, dtype):
     table = table_of(kind, dtype, eps=1e-6, moment_scale=3.0)
     layout = layout_of(table)
     torch.manual_seed(0)
@@ -33,9 +33,9 @@ def test_host_loops_equal_the_torch_rules_to_the_bit(kind, dtype):
         assert torch.equal(rows[0], rows[1])
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # of torch 2.11, though they are asked for
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")  # a warning of torch 2.11
 @pytest.mark.parametrize("kind", ["sgd", "adagrad", "adam"])
-def test_lazy_updates_are_those_of_torch_optim(kind):
+def test_row_optimizer_lazy_updates_equal_torch_optim(kind):
     table = table_of(kind, "float64", dim=5)
     layout = layout_of(table)
     torch.manual_seed(1)
@@ -59,7 +59,7 @@ def test_lazy_updates_are_those_of_torch_optim(kind):
     torch.testing.assert_close(layout.view(rows, "weight"), weight.detach(), rtol=1e-12, atol=1e-14)
 
 
-def test_lazy_adam_leaves_unused_rows_where_dense_adam_moves_them():
+def test_row_optimizer_lazy_adam_keeps_unused_rows():
     table = table_of("adam", "float64", dim=2)
     layout = layout_of(table)
     rows = torch.zeros(1, layout.num_words, dtype=torch.int32)
@@ -76,7 +76,7 @@ def test_lazy_adam_leaves_unused_rows_where_dense_adam_moves_them():
     assert (layout.view(rows, "weight") - dense.detach()).abs().min() > 0.05
 
 
-def test_moment_scale_divides_the_moment_under_the_root():
+def test_row_optimizer_moment_scale_divides_second_moment():
     table = table_of("rowwise_adagrad", "float64", dim=4, moment_scale=4.0)
     layout = layout_of(table)
     rows = torch.zeros(1, layout.num_words, dtype=torch.int32)
@@ -89,7 +89,7 @@ def test_moment_scale_divides_the_moment_under_the_root():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_16_bit_weights_are_the_rounded_float32_step(kind, dtype):
+def test_row_optimizer_16_bit_weights_are_rounded_float32(kind, dtype):
     half, full = table_of(kind, dtype, dim=7), table_of(kind, "float32", dim=7)
     torch.manual_seed(2)
     weight, grad = torch.randn(9, 7).to(half.weight_dtype), torch.randn(9, 7)
@@ -107,7 +107,7 @@ def test_16_bit_weights_are_the_rounded_float32_step(kind, dtype):
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3, 7, 64, 100, 129])
-def test_mean_of_squares_by_halves_is_the_mean(dim):
+def test_row_optimizer_mean_of_squares_equals_mean(dim):
     grad = torch.randn(11, dim, dtype=torch.float64)
     torch.testing.assert_close(mean_of_squares(grad), (grad**2).mean(1, keepdim=True), rtol=1e-14, atol=0)
 
@@ -115,7 +115,7 @@ def test_mean_of_squares_by_halves_is_the_mean(dim):
 @pytest.mark.parametrize("dtype", ["float32", "float64", "bfloat16", "float16"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dim", [1, 3, 128])
-def test_rows_and_columns_are_inverses(kind, dtype, dim):
+def test_row_layout_rows_and_columns_are_inverses(kind, dtype, dim):
     table = table_of(kind, dtype, dim=dim)
     layout = layout_of(table)
     assert layout.row_bytes % 16 == 0

@@ -1,4 +1,4 @@
-"""`nestrec.PipelineCheckpoints`: a model of one's own, saved and taken back."""
+"""`nestrec.PipelineCheckpoints`: save and restore a custom model."""
 
 import itertools
 
@@ -14,7 +14,7 @@ from nestrec.embedding import StoreConfig
 from nestrec.pipeline.dense.dense_optimizer import OptimizerConfig
 
 DIM = 4
-LRU = StoreConfig(kind="dram", eviction="lru", max_rows=6, admission_count=2)
+LRU = StoreConfig(kind="dram", eviction_policy="lru", max_rows=6, admission_threshold=2)
 
 
 class Model(nn.Module):
@@ -30,13 +30,13 @@ class Model(nn.Module):
 
 
 OPTIMIZERS = {
-    "ours": lambda model: OptimizerConfig(learning_rate=0.02, ema=0.9, warmup_steps=4),
+    "ours": lambda model: OptimizerConfig(learning_rate=0.02, ema_decay=0.9, warmup_steps=4),
     "adam": lambda model: torch.optim.Adam(model.parameters(), lr=0.02, betas=(0.8, 0.9)),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.02, momentum=0.9),
 }
 
 
-def made(optimizer="adam", *, schedule="serial", rows=9, dim=DIM, model=None, items="adam"):
+def make_pipeline(optimizer="adam", *, schedule="serial", rows=9, dim=DIM, model=None, items="adam"):
     model = model or Model()
     tables = [
         nestrec.Table("item", rows=rows, dim=dim, optimizer=items, dtype="bfloat16"),
@@ -54,8 +54,8 @@ def batches(first=0):
         yield {"item": draw.integers(0, 9, 6), "user": draw.integers(0, 9, 6) * 10**12}
 
 
-def trained(pipeline, num_steps):
-    """The losses, with a learning rate that the script lowers."""
+def train(pipeline, num_steps):
+    """Yield the losses; the script halves the learning rate after each step."""
     for loss in pipeline.run(itertools.islice(batches(pipeline.number), num_steps)):
         if isinstance(pipeline.dense._optimizer, nestrec.pipeline.dense.dense_optimizer.TorchOptimizerAdapter):
             pipeline.dense._optimizer._optimizer.param_groups[0]["lr"] *= 0.5
@@ -63,31 +63,35 @@ def trained(pipeline, num_steps):
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_training_that_is_taken_back_goes_on_with_the_same_bits_under_any_exact_schedule(optimizer, tmp_path):
-    whole, first, second = made(optimizer), made(optimizer), made(optimizer, schedule="nested")
-    expected = list(trained(whole, 6))
-    assert list(trained(first, 3)) == expected[:3]
+def test_pipeline_checkpoint_resume_is_bitwise_identical(optimizer, tmp_path):
+    uninterrupted, first, second = (
+        make_pipeline(optimizer),
+        make_pipeline(optimizer),
+        make_pipeline(optimizer, schedule="nested"),
+    )
+    expected = list(train(uninterrupted, 6))
+    assert list(train(first, 3)) == expected[:3]
     nestrec.PipelineCheckpoints(first, tmp_path).save({"seen": 3, "rates": (0.1, np.float32(0.5))})
-    list(trained(second, 2))  # is forgotten
+    list(train(second, 2))  # restoring discards these steps
     assert nestrec.PipelineCheckpoints(second, tmp_path).restore() == {"seen": 3, "rates": [0.1, 0.5]}
     assert (second.number, second.digest()) == (3, first.digest())
-    assert list(trained(second, 3)) == expected[3:]
-    assert second.digest() == whole.digest()
-    for pipeline in (whole, first, second):
+    assert list(train(second, 3)) == expected[3:]
+    assert second.digest() == uninterrupted.digest()
+    for pipeline in (uninterrupted, first, second):
         pipeline.close()
 
 
-def test_buffers_come_back_and_another_course_does_not_find_its_step_saved_already(tmp_path):
+def test_pipeline_checkpoint_restores_buffers(tmp_path):
     model, other = Model(), Model()
-    pipeline, again = made(model=model), made(model=other)
+    pipeline, again = make_pipeline(model=model), make_pipeline(model=other)
     saved, second = nestrec.PipelineCheckpoints(pipeline, tmp_path), nestrec.PipelineCheckpoints(again, tmp_path)
-    list(trained(pipeline, 2))
+    list(train(pipeline, 2))
     saved.save()
     assert second.restore() == {}
     assert torch.equal(other.norm.running_mean, model.norm.running_mean)
     assert other.norm.num_batches_tracked == 4
-    again.number = 0  # it sees the same batches again, and is at the same step with other weights
-    list(trained(again, 2))
+    again.number = 0  # trains on the same batches again, up to the same step with other weights
+    list(train(again, 2))
     second.save()
     digest = again.digest()
     saved.restore()
@@ -96,41 +100,41 @@ def test_buffers_come_back_and_another_course_does_not_find_its_step_saved_alrea
         each.close()
 
 
-def test_only_as_many_checkpoints_stay_as_are_wanted_and_none_is_no_error(tmp_path):
-    pipeline = made()
+def test_pipeline_checkpoint_retention(tmp_path):
+    pipeline = make_pipeline()
     saved = nestrec.PipelineCheckpoints(pipeline, tmp_path / "new", keep=2)
     assert saved.restore() is None
     for _ in range(3):
-        list(trained(pipeline, 1))
+        list(train(pipeline, 1))
         path = saved.save()
     assert sorted(folder.name for folder in path.parent.iterdir()) == ["step-00000002", "step-00000003"]
     pipeline.close()
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("other", "message"),
     [
-        ({"dim": 8}, "tables.item.dim=8: is 4 in the checkpoint"),
-        ({"rows": 8}, "tables.item.rows=8: is 9 in the checkpoint"),
-        ({"items": "sgd"}, "tables.item.optimizer=sgd: is 'adam'"),
-        ({"model": Model(width=3)}, r"shape of norm.running_mean=\[3\]: is \[4\]"),
-        ({"optimizer": "momentum"}, "dense_optimizer=SGD: is 'Adam'"),
+        ({"dim": 8}, "tables.item.dim=8: the value is 4 in the checkpoint"),
+        ({"rows": 8}, "tables.item.num_rows=8: the value is 9 in the checkpoint"),
+        ({"items": "sgd"}, "tables.item.optimizer=sgd: the value is 'adam'"),
+        ({"model": Model(width=3)}, r"shape of norm.running_mean=\[3\]: the value is \[4\]"),
+        ({"optimizer": "momentum"}, "dense_optimizer=SGD: the value is 'Adam'"),
     ],
 )
-def test_a_checkpoint_of_something_else_is_refused_and_changes_nothing(other, words, tmp_path):
-    pipeline, different = made(), made(**other)
+def test_pipeline_checkpoint_of_other_pipeline_is_rejected(other, message, tmp_path):
+    pipeline, different = make_pipeline(), make_pipeline(**other)
     nestrec.PipelineCheckpoints(pipeline, tmp_path).save()
     before = different.digest()
-    with pytest.raises(UserError, match=words):
+    with pytest.raises(UserError, match=message):
         nestrec.PipelineCheckpoints(different, tmp_path).restore()
     assert different.digest() == before
     for each in (pipeline, different):
         each.close()
 
 
-def test_tables_may_have_more_rows_than_when_they_were_saved(tmp_path):
-    pipeline, larger = made(), made(rows=12)
-    list(trained(pipeline, 2))
+def test_pipeline_checkpoint_tables_may_grow(tmp_path):
+    pipeline, larger = make_pipeline(), make_pipeline(rows=12)
+    list(train(pipeline, 2))
     nestrec.PipelineCheckpoints(pipeline, tmp_path).save()
     assert nestrec.PipelineCheckpoints(larger, tmp_path).restore() == {}
     keys = {"item": np.arange(9)}
@@ -139,15 +143,15 @@ def test_tables_may_have_more_rows_than_when_they_were_saved(tmp_path):
         each.close()
 
 
-def test_what_cannot_be_saved_is_told(tmp_path):
-    pipeline = made()
+def test_pipeline_checkpoint_rejects_unsupported_state(tmp_path):
+    pipeline = make_pipeline()
     saved = nestrec.PipelineCheckpoints(pipeline, tmp_path)
-    for state, words in (
+    for state, message in (
         ({"rng": torch.ones(2)}, "state.rng"),
         ({"milestones": {30: 1}}, "state.milestones"),
         ({"seen": [1, {2}]}, r"state.seen\[1\]"),
     ):
-        with pytest.raises(UserError, match=rf"{words} = .*\n.*mappings with text as names"):
+        with pytest.raises(UserError, match=rf"{message}=.*mappings with string keys"):
             saved.save(state)
     for _ in itertools.islice(pipeline.run(itertools.islice(batches(), 3)), 1):
         with pytest.raises(UserError, match="still in flight"):
@@ -155,15 +159,15 @@ def test_what_cannot_be_saved_is_told(tmp_path):
     pipeline.close()
     with pytest.raises(UserError, match="it was closed"):
         saved.save()
-    with pytest.raises(UserError, match="is no pipeline of a module"):
+    with pytest.raises(UserError, match=r"must be a nestrec\.TrainingPipeline"):
         nestrec.PipelineCheckpoints("runs/demo", tmp_path)
 
 
-def test_weights_that_are_not_finite_are_no_checkpoint(tmp_path):
-    pipeline = made()
+def test_pipeline_checkpoint_rejects_nonfinite_weights(tmp_path):
+    pipeline = make_pipeline()
     saved = nestrec.PipelineCheckpoints(pipeline, tmp_path)
     saved.save()
-    pipeline.dense.held["mix.weight"].data.fill_(float("nan"))
+    pipeline.dense.local_weights["mix.weight"].data.fill_(float("nan"))
     pipeline.number = 1
     with pytest.raises(NonFiniteError, match="the last checkpoint is intact"):
         saved.save()
@@ -179,19 +183,21 @@ class WithExtra(Model):
 
 
 @pytest.mark.parametrize("saves_more", [True, False])
-def test_model_with_other_tensors_is_refused_by_folder(tmp_path, saves_more):
+def test_pipeline_checkpoint_rejects_other_model_tensors(tmp_path, saves_more):
     models = (WithExtra(), Model()) if saves_more else (Model(), WithExtra())
-    pipeline, different = (made(model=model) for model in models)
+    pipeline, different = (make_pipeline(model=model) for model in models)
     path = nestrec.PipelineCheckpoints(pipeline, tmp_path).save()
     shapes = ("None", r"\[2\]") if saves_more else (r"\[2\]", "None")
-    with pytest.raises(UserError, match=rf"shape of seen={shapes[0]}: is {shapes[1]} in the checkpoint {path}"):
+    with pytest.raises(
+        UserError, match=rf"shape of seen={shapes[0]}: the value is {shapes[1]} in the checkpoint {path}"
+    ):
         nestrec.PipelineCheckpoints(different, tmp_path).restore()
     for each in (pipeline, different):
         each.close()
 
 
-def test_retention_keeps_one_checkpoint_by_default(tmp_path):
-    pipeline = made()
+def test_pipeline_checkpoint_retains_one_by_default(tmp_path):
+    pipeline = make_pipeline()
     saved = nestrec.PipelineCheckpoints(pipeline, tmp_path)
     for number in range(3):
         pipeline.number = number

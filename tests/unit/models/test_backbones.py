@@ -1,4 +1,4 @@
-"""Every backbone says of itself what is true of its model; what one does not say is refused by name."""
+"""Specs of backbones match their models, and missing fields of a spec are errors."""
 
 from dataclasses import replace
 
@@ -30,18 +30,18 @@ CONFIGS = [
 
 
 @pytest.mark.parametrize("cfg", CONFIGS, ids=lambda cfg: f"{cfg.kind}-{getattr(cfg, 'time_channel', '')}")
-def test_flops_of_a_token_are_twice_the_weights_it_is_multiplied_with(cfg):
-    """Positions, norms and biases are added, not multiplied; everything else of a layer is a matrix."""
+def test_backbone_flops_per_token_are_twice_the_weights(cfg):
+    """Positions, norms and biases are added; all other parameters of a layer are matrices."""
     layers = make_encoder(cfg).layers
     matrices = sum(p.numel() for p in layers.parameters() if p.ndim == 2)
     assert flops_of(cfg).token == 2 * matrices
 
 
 @pytest.mark.parametrize("cfg", CONFIGS, ids=lambda cfg: f"{cfg.kind}-{getattr(cfg, 'time_channel', '')}")
-def test_flops_of_lengths_are_sums_over_tokens_and_causal_pairs(cfg):
+def test_backbone_flops_sum_tokens_and_causal_pairs(cfg):
     flops = flops_of(cfg)
     pairs = sum(1 for length in (3, 5) for i in range(length) for j in range(i + 1))
-    assert flops.of(np.array([3, 5])) == 8 * flops.token + pairs * (flops.pair + flops.channel_pair)
+    assert flops.total(np.array([3, 5])) == 8 * flops.token + pairs * (flops.pair + flops.channel_pair)
     assert activations_of(cfg) > cfg.num_layers * cfg.dim
 
 
@@ -56,7 +56,7 @@ def test_flops_of_lengths_are_sums_over_tokens_and_causal_pairs(cfg):
         (FuXiConfig(time_encoding="functional"), True),
     ],
 )
-def test_a_backbone_says_whether_it_reads_times(cfg, reads):
+def test_backbone_declares_whether_it_reads_times(cfg, reads):
     small = replace(cfg, dim=8, max_length=4, **({} if isinstance(cfg, SASRecConfig) else {"head_dim": 8}))
     assert reads_times(small) == reads
     encoder = make_encoder(small).eval()
@@ -71,29 +71,29 @@ def test_a_backbone_says_whether_it_reads_times(cfg, reads):
 
 
 @pytest.mark.parametrize("cfg", CONFIGS, ids=lambda cfg: f"{cfg.kind}-{getattr(cfg, 'time_channel', '')}")
-def test_every_backbone_of_ours_keeps_keys_and_values_of_its_heads(cfg):
-    kept = cached_forward_of(cfg).kept(cfg)
-    assert (kept.num_layers, kept.num_heads) == (3, 2)
-    assert kept.head_dim == (6 if isinstance(cfg, SASRecConfig) else 4)
+def test_backbone_kv_cache_spec_matches_heads(cfg):
+    spec = cached_forward_of(cfg).cache_spec(cfg)
+    assert (spec.num_layers, spec.num_heads) == (3, 2)
+    assert spec.head_dim == (6 if isinstance(cfg, SASRecConfig) else 4)
 
 
-def test_a_backbone_that_says_nothing_of_prefixes_keeps_none(monkeypatch):
-    silent = BackboneSpec(config=SASRecConfig, build=lambda cfg: nn.Identity())
-    monkeypatch.setattr(registry, "backbone_of", lambda cfg: silent)
-    assert not cached_forward_of(SASRecConfig()).keeps
+def test_backbone_without_kv_cache_caches_nothing(monkeypatch):
+    minimal_spec = BackboneSpec(config=SASRecConfig, build=lambda cfg: nn.Identity())
+    monkeypatch.setattr(registry, "backbone_of", lambda cfg: minimal_spec)
+    assert not cached_forward_of(SASRecConfig()).has_cache
 
 
-def test_what_a_backbone_does_not_say_is_not_guessed(monkeypatch):
-    silent = BackboneSpec(config=SASRecConfig, build=lambda cfg: nn.Identity())
-    monkeypatch.setattr(registry, "backbone_of", lambda cfg: silent)
-    for question, what in ((flops_of, "`flops`"), (activations_of, "`activations`")):
+def test_backbone_missing_spec_fields_are_errors(monkeypatch):
+    minimal_spec = BackboneSpec(config=SASRecConfig, build=lambda cfg: nn.Identity())
+    monkeypatch.setattr(registry, "backbone_of", lambda cfg: minimal_spec)
+    for function, field in ((flops_of, "`flops`"), (activations_of, "`activations`")):
         with pytest.raises(UserError) as raised:
-            question(SASRecConfig())
+            function(SASRecConfig())
         assert raised.value.remedy is not None
-        assert what in raised.value.remedy
+        assert field in raised.value.remedy
     assert not reads_times(SASRecConfig())
 
 
-def test_the_entries_are_what_their_kinds_say():
+def test_backbone_registry_names_match_kinds():
     assert list(BACKBONES)[:3] == ["hstu", "fuxi", "sasrec"]
     assert [BACKBONES.find(name).config().kind for name in list(BACKBONES)[:3]] == ["hstu", "fuxi", "sasrec"]

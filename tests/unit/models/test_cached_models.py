@@ -1,4 +1,4 @@
-"""Cached inference against full inference."""
+"""The cached forward pass equals the full forward pass."""
 
 import itertools
 from dataclasses import replace
@@ -14,13 +14,13 @@ from nestrec.models.sequence import NewTokenSegment, SequenceInfo
 LENGTH = 40
 
 
-REACHES = {
+SPANS = {
     "everything": AttentionSpanConfig(),
     "a window": AttentionSpanConfig(window=5),
-    "a window and a prefix, behind a layer that sees all": AttentionSpanConfig(window=6, prefix=3, full_layers=1),
-    "the last tokens": AttentionSpanConfig(keep_last=6, keep_step=4),
+    "a window and a prefix after a full layer": AttentionSpanConfig(window=6, num_prefix_tokens=3, num_full_layers=1),
+    "the last tokens": AttentionSpanConfig(truncate_to=6, truncate_step=4),
     "a window, a prefix and the last tokens": AttentionSpanConfig(
-        window=4, prefix=2, keep_last=9, keep_from=2, keep_step=1
+        window=4, num_prefix_tokens=2, truncate_to=9, truncate_from_layer=2, truncate_step=1
     ),
 }
 
@@ -41,9 +41,9 @@ FUXIS = {
     for time, changes in (("buckets", {}), ("function", FUNCTION), ("no times", {"time_channel": False}))
 }
 CONFIGS = {
-    f"{name}, {reach}": replace(cfg, attention=r)
+    f"{name}, {span_name}": replace(cfg, attention=span)
     for name, cfg in (HSTUS | FUXIS).items()
-    for reach, r in REACHES.items()
+    for span_name, span in SPANS.items()
 }
 CONFIGS["sasrec"] = SASRecConfig(**SIZES, ffn_dim=10)
 
@@ -61,8 +61,8 @@ def cached_forward(model, *arguments):
 
 
 def no_prefix(model):
-    kept = cached_forward_of(model.cfg).kept(model.cfg)
-    empty = torch.empty(kept.num_heads, 0, kept.head_dim)
+    spec = cached_forward_of(model.cfg).cache_spec(model.cfg)
+    empty = torch.empty(spec.num_heads, 0, spec.head_dim)
     return lambda layer, sequence: (empty, empty)
 
 
@@ -106,7 +106,7 @@ def segment(model, user, prefix, end, **candidates):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_extending_step_by_step_equals_full_inference(name):
+def test_cached_forward_step_by_step_equals_full_pass(name):
     model = make_model(CONFIGS[name])
     users = draw_users(1, [1, 7, 23, LENGTH])
     cuts = [[0, 1], [0, 3, 7], [0, 5, 6, 23], [0, 1, 39, 40]]
@@ -123,11 +123,11 @@ def test_extending_step_by_step_equals_full_inference(name):
                 return no_prefix(model)(layer, sequence)
             return tuple(torch.cat([p[i] for p in parts]).transpose(0, 1) for i in range(2))
 
-        state, made = cached_forward(model, x, segments, prefix)
+        state, new_kv = cached_forward(model, x, segments, prefix)
         bounds = list(itertools.accumulate([s.num_tokens for s in segments], initial=0))
         for b, (first, end) in zip(active, itertools.pairwise(bounds), strict=True):
             states[b].append(state[first:end])
-            stored[b].append([(k[first:end], v[first:end]) for k, v in made])
+            stored[b].append([(k[first:end], v[first:end]) for k, v in new_kv])
     worst = max(
         (torch.cat(parts) - full(model, *user)).abs().max().item() for user, parts in zip(users, states, strict=True)
     )
@@ -135,7 +135,7 @@ def test_extending_step_by_step_equals_full_inference(name):
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_each_candidate_equals_a_full_pass_that_ends_with_it(name):
+def test_cached_forward_candidates_equal_full_pass(name):
     model = make_model(CONFIGS[name])
     (user,) = draw_users(2, [20])
     candidates = torch.randn(5, 12)
@@ -146,18 +146,18 @@ def test_each_candidate_equals_a_full_pass_that_ends_with_it(name):
     )
     now = torch.tensor([now_s], dtype=torch.float64)
     for c in range(5):
-        whole = full(
+        expected = full(
             model,
             torch.cat([user[0], candidates[c : c + 1]]),
             torch.cat([user[1], now]),
             torch.cat([user[2], now]),
             cut=cut_of(model, 20),
         )
-        torch.testing.assert_close(state[20 + c], whole[-1], rtol=0, atol=1e-5)
+        torch.testing.assert_close(state[20 + c], expected[-1], rtol=0, atol=1e-5)
 
 
-def test_the_time_bias_of_the_last_event_depends_on_the_request():
-    """The reason why the last event is recomputed with each request: its query time is not known before."""
+def test_cached_forward_time_bias_uses_request_time():
+    """The last event is recomputed for each request, because its query time is not known before."""
     model = make_model(HSTUConfig(**SIZES, head_dim=6, time_bias=True))
     (user,) = draw_users(3, [6])
     late = (user[0], user[1], torch.cat([user[2][:-1], user[2][-1:] + 1e7]))

@@ -1,4 +1,4 @@
-"""Encoders: a sample's result does not depend on the batch around it, and the published details hold."""
+"""Encoders: the result of a sample does not depend on its batch, and models match their publications."""
 
 from dataclasses import replace
 
@@ -15,7 +15,10 @@ from nestrec.models.heads import HeadConfig, RankingModel, RetrievalModel, Simil
 HSTU_CONFIG = HSTUConfig(dim=8, head_dim=4, num_heads=2, max_length=12, dropout=0.3, time_bias=True)
 SASREC_CONFIG = SASRecConfig(dim=8, ffn_dim=8, num_heads=2, max_length=12, dropout=0.3)
 FUXI_CONFIG = FuXiConfig(dim=8, head_dim=4, num_heads=2, ffn_dim=12, max_length=12, dropout=0.3)
-SEMI_LOCAL, CUT = AttentionSpanConfig(window=3, prefix=2), AttentionSpanConfig(keep_last=4, keep_step=3)
+SEMI_LOCAL, TRUNCATED = (
+    AttentionSpanConfig(window=3, num_prefix_tokens=2),
+    AttentionSpanConfig(truncate_to=4, truncate_step=3),
+)
 ENCODERS = {
     "hstu": lambda: HSTU(HSTU_CONFIG),
     "fuxi": lambda: FuXi(FUXI_CONFIG),
@@ -25,8 +28,8 @@ ENCODERS = {
     "sasrec": lambda: SASRec(SASREC_CONFIG),
     "hstu with a window and a prefix": lambda: HSTU(replace(HSTU_CONFIG, attention=SEMI_LOCAL)),
     "fuxi with a window and a prefix": lambda: FuXi(replace(FUXI_CONFIG, attention=SEMI_LOCAL)),
-    "hstu with a cut": lambda: HSTU(replace(HSTU_CONFIG, num_layers=3, attention=CUT)),
-    "fuxi with a cut": lambda: FuXi(replace(FUXI_CONFIG, num_layers=3, attention=CUT)),
+    "hstu truncated": lambda: HSTU(replace(HSTU_CONFIG, num_layers=3, attention=TRUNCATED)),
+    "fuxi truncated": lambda: FuXi(replace(FUXI_CONFIG, num_layers=3, attention=TRUNCATED)),
 }
 
 
@@ -58,7 +61,7 @@ def encoder_of(kind):
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
-def test_a_sample_computes_the_same_alone_and_among_others_with_dropout_on(kind):
+def test_encoder_dropout_does_not_depend_on_batch(kind):
     encoder = encoder_of(kind).train()
     lengths, users = [5, 1, 12, 3], [7, 2, 9, 4]
     together = encoder(vectors_of(lengths, users), info_of(lengths, users)).split(lengths)
@@ -68,7 +71,7 @@ def test_a_sample_computes_the_same_alone_and_among_others_with_dropout_on(kind)
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
-def test_dropout_changes_with_the_epoch_and_is_off_in_evaluation(kind):
+def test_encoder_dropout_depends_on_epoch_and_train_mode(kind):
     encoder = encoder_of(kind).train()
     x = vectors_of([6], [1])
     first, second = (encoder(x, info_of([6], [1], epoch=e)) for e in (0, 1))
@@ -79,7 +82,7 @@ def test_dropout_changes_with_the_epoch_and_is_off_in_evaluation(kind):
 
 
 @pytest.mark.parametrize("kind", ENCODERS)
-def test_no_state_depends_on_later_tokens(kind):
+def test_encoders_are_causal(kind):
     encoder = encoder_of(kind).eval()
     x = vectors_of([6], [1])
     before = encoder(x, info_of([6], [1]))
@@ -88,9 +91,9 @@ def test_no_state_depends_on_later_tokens(kind):
     assert torch.equal(before[:4], after[:4])
 
 
-def test_hstu_follows_the_published_recipe():
+def test_hstu_matches_published_configuration():
     cfg = HSTUConfig()
-    assert cfg.normaliser(0) == 211
+    assert cfg.normalizer(0) == 211
     layer = HSTU(HSTUConfig(time_bias=True)).layers[0]
     names = {name: tuple(p.shape) for name, p in layer.named_parameters()}
     assert names == {
@@ -102,7 +105,7 @@ def test_hstu_follows_the_published_recipe():
     }
 
 
-def test_hstu_without_attention_weights_is_the_residual_plus_the_bias():
+def test_hstu_without_attention_is_residual_plus_bias():
     torch.manual_seed(0)
     encoder = HSTU(HSTUConfig(dim=8, head_dim=8, max_length=12, position_bias=False)).double().eval()
     with torch.no_grad():
@@ -113,8 +116,8 @@ def test_hstu_without_attention_weights_is_the_residual_plus_the_bias():
     assert torch.allclose(encoder(x, info_of([4], [3])), expected, atol=1e-12)
 
 
-def test_fuxi_large_has_the_published_number_of_weights():
-    """201.55 million in TurboGR's table: 16 blocks, width 1024, 8 heads of 128; tables and biases round it."""
+def test_fuxi_large_has_published_number_of_weights():
+    """TurboGR reports 201.55 million weights: 16 blocks, width 1024, 8 heads of 128, without tables and biases."""
     cfg = FuXiConfig(dim=1024, num_heads=8, head_dim=128, ffn_dim=1024, num_layers=1, max_length=8)
     with torch.device("meta"):
         matrices = [p.numel() for p in FuXi(cfg).layers.parameters() if p.dim() == 2]
@@ -122,12 +125,12 @@ def test_fuxi_large_has_the_published_number_of_weights():
 
 
 @pytest.mark.parametrize(
-    "reach", [AttentionSpanConfig(), AttentionSpanConfig(window=2, prefix=1)], ids=["full", "semi-local"]
+    "span", [AttentionSpanConfig(), AttentionSpanConfig(window=2, num_prefix_tokens=1)], ids=["full", "semi-local"]
 )
-def test_fuxi_is_what_its_formulas_say(reach):
-    """One block, one sequence, every sum written out."""
+def test_fuxi_equals_its_formulas(span):
+    """Compares one block and one sequence with explicit sums."""
     torch.manual_seed(0)
-    cfg = FuXiConfig(dim=6, head_dim=2, num_heads=2, ffn_dim=5, num_layers=1, max_length=9, attention=reach)
+    cfg = FuXiConfig(dim=6, head_dim=2, num_heads=2, ffn_dim=5, num_layers=1, max_length=9, attention=span)
     encoder = FuXi(cfg).double().eval()
     block = encoder.layers[0]
     info = info_of([5], [3])
@@ -136,10 +139,10 @@ def test_fuxi_is_what_its_formulas_say(reach):
     u, v, q, k = torch.nn.functional.silu(rms(x) @ block.uvqk).split([12, 4, 4, 4], dim=1)
     channels = torch.zeros(3, 5, 4, dtype=torch.float64)
     for i in range(5):
-        for j in range(i + 1) if reach.window is None else {0, max(0, i - 1), i}:
+        for j in range(i + 1) if span.window is None else {0, max(0, i - 1), i}:
             for h in (slice(0, 2), slice(2, 4)):
                 channels[0, i, h] += (
-                    torch.nn.functional.silu(q[i, h] @ k[j, h]) / (20 if reach.window is None else 14) * v[j, h]
+                    torch.nn.functional.silu(q[i, h] @ k[j, h]) / (20 if span.window is None else 14) * v[j, h]
                 )
             channels[1, i] += block.position_table[19 + j - i] * v[j]
             bucket = int(np.log(max(1.0, abs(float(info.query_time_T[i] - info.time_T[j])))) / 0.301)
@@ -154,17 +157,17 @@ def rms(x):
     return x / (x.square().mean(dim=1, keepdim=True) + 1e-6).sqrt()
 
 
-def test_normalised_similarity_gives_cosines_over_the_temperature():
+def test_normalized_similarity_is_cosine_over_temperature():
     torch.manual_seed(0)
-    model = RetrievalModel(SASREC_CONFIG, SimilarityConfig(normalise=True, temperature=0.1)).double().eval()
+    model = RetrievalModel(SASREC_CONFIG, SimilarityConfig(normalize=True, temperature=0.1)).double().eval()
     query = model(vectors_of([5], [1]), info_of([5], [1]))
     assert torch.allclose(query.norm(dim=1), torch.full((5,), 10.0, dtype=torch.float64))
 
 
-def test_ranking_logits_of_an_event_do_not_see_its_own_action():
+def test_ranking_logits_do_not_depend_on_own_action():
     torch.manual_seed(0)
     cfg = HSTUConfig(dim=8, head_dim=4, num_heads=2, max_length=12, time_bias=True)
-    model = RankingModel(cfg, HeadConfig(hidden=(8,)), num_tasks=2, num_action_bits=3).double().eval()
+    model = RankingModel(cfg, HeadConfig(hidden_dims=(8,)), num_tasks=2, num_action_bits=3).double().eval()
     content = vectors_of([5], [1])
     action = torch.tensor([1, 0, 3, 7, 2])
     before = model(content, action, info_of([10], [1]))
@@ -175,9 +178,9 @@ def test_ranking_logits_of_an_event_do_not_see_its_own_action():
     assert not torch.allclose(before[4], after[4])
 
 
-def test_dlrm_tells_missing_values_from_zeros():
+def test_dlrm_distinguishes_missing_values_from_zero():
     torch.manual_seed(0)
-    model = DLRM(DLRMConfig(num_dense=2, num_categories=3, dim=4)).double()
+    model = DLRM(DLRMConfig(num_dense=2, num_categorical=3, dim=4)).double()
     categories = torch.randn(1, 3, 4, dtype=torch.float64)
     zero, missing = (model(torch.tensor([[0.0, v]], dtype=torch.float64), categories) for v in (0.0, float("nan")))
     assert torch.isfinite(missing).all()
@@ -185,8 +188,8 @@ def test_dlrm_tells_missing_values_from_zeros():
 
 
 @pytest.mark.parametrize("has_interactions", [True, False])
-def test_a_head_with_interactions_tells_apart_what_has_one_sum(has_interactions):
-    head = HeadConfig(hidden=(8,), interactions=has_interactions)
+def test_head_interactions_distinguish_equal_sums(has_interactions):
+    head = HeadConfig(hidden_dims=(8,), interactions=has_interactions)
     model = RankingModel(HSTU_CONFIG, head, num_tasks=2, num_action_bits=3, num_features=3).eval()
     feature_ECD = torch.randn(5, 3, 8)
     moved = feature_ECD + torch.tensor([1.0, -1.0, 0.0])[:, None]

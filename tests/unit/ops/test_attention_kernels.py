@@ -1,4 +1,4 @@
-"""The plain attention kernel in Triton's interpreter: every option, forward and backward, without a GPU."""
+"""The plain attention kernel in the Triton interpreter: every option, forward and backward, without a GPU."""
 
 import numpy as np
 import pytest
@@ -9,9 +9,9 @@ from nestrec.ops.attention.hstu_attention import hstu_attention, hstu_attention_
 from nestrec.ops.attention.mask_and_bias import (
     AttentionMask,
     RelativeBias,
+    attention_mask,
     bucket_edges,
     position_bias,
-    seen_mask,
     time_bucket,
 )
 from nestrec.ops.kernel_op import HAS_TRITON, IS_INTERPRETED
@@ -32,11 +32,11 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
     pytest.mark.skipif(not (HAS_TRITON and IS_INTERPRETED), reason="needs Triton and TRITON_INTERPRET=1"),
 ]
-NORMALISER = 20.0
+NORMALIZER = 20.0
 
 
 def random_case(seed):
-    """Lengths, vectors, bias and rules; every option is drawn on its own."""
+    """Return random lengths, vectors, bias and rules; every option is drawn independently."""
     draw = np.random.default_rng(seed)
     lengths = draw.choice([0, 1, 2, 7, 17, 31, 32, 33, 40], draw.integers(1, 4)).tolist()
     lengths = lengths if sum(lengths) else [5]
@@ -70,13 +70,13 @@ def results(attend, vectors, bias, dtype, table_dtype):
 
 
 @pytest.mark.parametrize("seed", [*range(14), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(14, 36))])
-def test_the_kernel_equals_the_definition(seed):
+def test_attention_kernel_equals_reference(seed):
     lengths, vectors, bias, rules = random_case(seed)
     offsets = offsets_of(torch.tensor(lengths))
     dtype, tolerance = (torch.float32, 2e-6) if seed % 3 else (torch.float16, 3e-3)
     found = results(
         lambda q, k, v, b: hstu_attention(
-            q, k, v, offsets, max_length=max(lengths), normaliser=NORMALISER, bias=b, rules=rules
+            q, k, v, offsets, max_length=max(lengths), normalizer=NORMALIZER, bias=b, rules=rules
         ),
         vectors,
         bias,
@@ -84,7 +84,7 @@ def test_the_kernel_equals_the_definition(seed):
         torch.float32,
     )
     exact = results(
-        lambda q, k, v, b: hstu_attention_reference(q, k, v, offsets, normaliser=NORMALISER, bias=b, rules=rules),
+        lambda q, k, v, b: hstu_attention_reference(q, k, v, offsets, normalizer=NORMALIZER, bias=b, rules=rules),
         vectors,
         bias,
         torch.float64,
@@ -94,8 +94,8 @@ def test_the_kernel_equals_the_definition(seed):
         assert float((a.double() - b).detach().norm()) <= tolerance * max(float(b.detach().norm()), 1e-3)
 
 
-def test_time_buckets_are_those_of_float64():
-    """Also within rounding of every edge."""
+def test_attention_kernel_time_buckets_equal_float64():
+    """Includes times within rounding error of every bucket edge."""
     edges = torch.exp(0.301 * torch.arange(1, 65, dtype=torch.float64))
     delta = torch.cat([edges * (1 + e) for e in (0.0, 1e-15, -1e-15, 3e-9, -3e-9, 1e-7, -1e-7, 0.99)])
     delta[100:200] *= -1.0
@@ -105,15 +105,15 @@ def test_time_buckets_are_those_of_float64():
     assert torch.equal(found.long(), time_bucket(delta, 50))
 
 
-def tile_of_pairs(seed, lengths):
-    """(offsets, asked, seen): sequences and their times."""
+def random_times(seed, lengths):
+    """Return the offsets, query times and event times of random sequences."""
     draw = np.random.default_rng(seed)
-    seen = torch.from_numpy(np.cumsum(draw.integers(0, 10**5, sum(lengths))) / 7)
-    return offsets_of(torch.tensor(lengths)), seen + 11.0, seen
+    times = torch.from_numpy(np.cumsum(draw.integers(0, 10**5, sum(lengths))) / 7)
+    return offsets_of(torch.tensor(lengths)), times + 11.0, times
 
 
-def tiles_of(lengths, plan, *, is_square):
-    """(number of the sequence, length, block of queries, block of keys, number of the tile)"""
+def iterate_tiles(lengths, plan, *, is_square):
+    """Yield (index of the sequence, its length, block of queries, block of keys, index of the tile)."""
     for number, (first, length) in enumerate(zip(plan.first_B.tolist(), lengths, strict=True)):
         blocks = -(-length // 64)
         for a in range(blocks):
@@ -124,25 +124,25 @@ def tiles_of(lengths, plan, *, is_square):
 @pytest.mark.parametrize("kind", ["buckets", "function"])
 @pytest.mark.parametrize("is_square", [False, True])
 @pytest.mark.parametrize("is_reversed", [False, True])
-def test_words_of_tiles_are_half_the_biases_of_their_pairs(is_reversed, is_square, kind):
-    """In the order in which a warp group owns the elements of a product, within half a unit of bfloat16."""
+def test_attention_bias_tiles_contain_half_of_each_bias(is_reversed, is_square, kind):
+    """Words have the order in which a warp group owns the elements of a product; the error is bfloat16 rounding."""
     from nestrec.ops.attention.pair_tiles import pair_buckets, plan_tiles, write_bias
 
     lengths = [70, 0, 129, 64]
-    offsets, asked, seen = tile_of_pairs(5, lengths)
+    offsets, query_times, times = random_times(5, lengths)
     draw = np.random.default_rng(6)
     table = lambda size: torch.from_numpy(draw.normal(0, 0.5, size)).float()  # noqa: E731
     bias = RelativeBias(
         position_table=table(2 * 129 + 1),
         time_table=table(60) if kind == "buckets" else None,
         time_function=torch.tensor([0.7, 10.0, -0.7]) if kind == "function" else None,
-        time_T=seen,
-        query_time_T=asked,
+        time_T=times,
+        query_time_T=query_times,
     )
     targets = torch.tensor([3, 0, 70, 1])
     rules = AttentionMask(num_targets_B=targets, num_context=4 if is_square else 0)
     plan, _ = plan_tiles(offsets, sum(lengths), 129, is_square=is_square)
-    buckets = pair_buckets(seen, asked, offsets, plan, 59) if kind == "buckets" else None
+    buckets = pair_buckets(times, query_times, offsets, plan, 59) if kind == "buckets" else None
     found = write_bias(
         bias,
         buckets,
@@ -163,7 +163,7 @@ def test_words_of_tiles_are_half_the_biases_of_their_pairs(is_reversed, is_squar
     h = n % 2
     row = thread // 32 * 16 + h * 8 + thread // 4 % 8
     column = 16 * u + 8 * k + 2 * (thread % 4)
-    for number, length, a, b, tile in tiles_of(lengths, plan, is_square=is_square):
+    for number, length, a, b, tile in iterate_tiles(lengths, plan, is_square=is_square):
         words = found.words[tile]
         for value, c in ((words << 16).view(torch.float32), column), (words.view(torch.float32), column + 1):
             i, j = (a * 64 + c, b * 64 + row) if is_reversed else (a * 64 + row, b * 64 + c)
@@ -174,8 +174,8 @@ def test_words_of_tiles_are_half_the_biases_of_their_pairs(is_reversed, is_squar
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])
-def test_lines_of_distances_are_half_the_biases_of_their_pairs(is_reversed):
-    """A thread finds the words of its elements wherever rows and columns of a tile begin."""
+def test_attention_position_bias_words_contain_half_of_each_bias(is_reversed):
+    """The words of a thread are found for every first row and column of a tile."""
     from nestrec.ops.attention.pair_tiles import write_bias
 
     table = torch.from_numpy(np.random.default_rng(6).normal(0, 0.5, 2 * 200 + 1)).float()
@@ -192,13 +192,13 @@ def test_lines_of_distances_are_half_the_biases_of_their_pairs(is_reversed):
 
 
 @pytest.mark.parametrize("option", ["buckets", "function", "window", "looks ahead"])
-def test_sums_over_kept_gradients_are_those_of_the_definition(option):
+def test_attention_bias_gradient_sums_equal_reference(option):
     from nestrec.ops.attention.attention_inputs import AttentionInputs
     from nestrec.ops.attention.bias_gradients import TableSums
     from nestrec.ops.attention.pair_tiles import pair_buckets, plan_tiles
 
     lengths = [70, 0, 20]
-    offsets, asked, seen = tile_of_pairs(7, lengths)
+    offsets, query_times, times = random_times(7, lengths)
     draw = np.random.default_rng(8)
     is_square = option == "looks ahead"
     rules = AttentionMask(
@@ -209,59 +209,59 @@ def test_sums_over_kept_gradients_are_those_of_the_definition(option):
     learned = [torch.zeros(141), torch.zeros(60), torch.tensor([0.7, 10.0, -0.7])]
     learned[1 if option == "function" else 2] = None
     plan, _ = plan_tiles(offsets, sum(lengths), 70, is_square=is_square)
-    kept = torch.full((plan.most, 2, 64, 64), float("nan"))
-    grad_BNN = torch.from_numpy(draw.normal(0, 1.0, (3, 70, 70))) * seen_mask(offsets, 70, rules)
-    for number, length, a, b, tile in tiles_of(lengths, plan, is_square=is_square):
-        whole = torch.zeros(256, 256, dtype=torch.float64)
-        whole[:length, :length] = grad_BNN[number, :length, :length]
-        part = whole[64 * a : 64 * a + 64, 64 * b : 64 * b + 64].T.float()
-        kept[tile] = torch.stack([0.25 * part, 0.75 * part])
+    pair_gradients = torch.full((plan.max_tiles, 2, 64, 64), float("nan"))
+    grad_BNN = torch.from_numpy(draw.normal(0, 1.0, (3, 70, 70))) * attention_mask(offsets, 70, rules)
+    for number, length, a, b, tile in iterate_tiles(lengths, plan, is_square=is_square):
+        padded = torch.zeros(256, 256, dtype=torch.float64)
+        padded[:length, :length] = grad_BNN[number, :length, :length]
+        part = padded[64 * a : 64 * a + 64, 64 * b : 64 * b + 64].T.float()
+        pair_gradients[tile] = torch.stack([0.25 * part, 0.75 * part])
     bias = lambda values, dtype: RelativeBias(  # noqa: E731
         **{
             name: None if x is None else x.detach().to(dtype).requires_grad_()
             for name, x in zip(("position_table", "time_table", "time_function"), values, strict=True)
         },
-        time_T=seen,
-        query_time_T=asked,
+        time_T=times,
+        query_time_T=query_times,
     )
     own = bias(learned, torch.float32)
-    buckets = None if own.time_table is None else pair_buckets(seen, asked, offsets, plan, 59)
-    sums = TableSums(AttentionInputs(offsets, 70, NORMALISER, own, rules), sum(lengths), plan, buckets)
-    sums.add(kept[:, :1].contiguous())
-    sums.add(kept[:, 1:].contiguous())
+    buckets = None if own.time_table is None else pair_buckets(times, query_times, offsets, plan, 59)
+    sums = TableSums(AttentionInputs(offsets, 70, NORMALIZER, own, rules), sum(lengths), plan, buckets)
+    sums.add(pair_gradients[:, :1].contiguous())
+    sums.add(pair_gradients[:, 1:].contiguous())
     exact = bias(learned, torch.float64)
     inside = (torch.arange(70)[None] < torch.tensor(lengths)[:, None]).double()
-    (exact.dense(offsets, 70, rules) * grad_BNN * inside[:, :, None] * inside[:, None] / NORMALISER).sum().backward()
-    wanted = [x for x in (exact.position_table, exact.time_table, exact.time_function) if x is not None]
+    (exact.dense(offsets, 70, rules) * grad_BNN * inside[:, :, None] * inside[:, None] / NORMALIZER).sum().backward()
+    expected = [x for x in (exact.position_table, exact.time_table, exact.time_function) if x is not None]
     found = [x for x in sums.gradients() if x is not None]
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(found, expected, strict=True):
         assert float((a.double() - b.grad).norm()) <= 1e-5 * float(b.grad.norm())
 
 
-def test_strided_inputs_give_the_results_of_their_copies():
+def test_attention_strided_inputs_equal_contiguous_copies():
     lengths, vectors, _, rules = random_case(2)
     offsets = offsets_of(torch.tensor(lengths))
     strided = [torch.stack([x, x], dim=-1).flatten(2).float()[:, :, ::2] for x in vectors]
     assert not strided[0].is_contiguous()
-    call = {"max_length": max(lengths), "normaliser": NORMALISER, "rules": rules}
+    call = {"max_length": max(lengths), "normalizer": NORMALIZER, "rules": rules}
     pairs = [[x[n] for x in (strided, vectors)] for n in range(3)]
     found, expected = (hstu_attention(*(pair[n].float() for pair in pairs), offsets, **call) for n in range(2))
     assert torch.equal(found, expected)
 
 
-def test_the_operator_declares_its_shapes_and_gradients():
-    """What torch.compile relies on."""
+def test_attention_operator_passes_opcheck():
+    """torch.compile relies on these properties."""
     from nestrec.ops.attention.hstu_op import hstu_attention_kernel  # noqa: F401
 
     lengths, vectors, _, _ = random_case(3)
     q, k, v = (x.float().requires_grad_() for x in vectors[:3])
-    arguments = (q, k, v, offsets_of(torch.tensor(lengths)), *(None,) * 7, 0, None, True, max(lengths), NORMALISER)
+    arguments = (q, k, v, offsets_of(torch.tensor(lengths)), *(None,) * 7, 0, None, True, max(lengths), NORMALIZER)
     tests = ["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     torch.library.opcheck(torch.ops.nestrec.hstu_attention, arguments, test_utils=tests)
 
 
 def test_attention_compiles_into_one_graph():
-    """The compiler follows the flattening of the options, up to the operator."""
+    """torch.compile traces the flattening of the options up to the operator."""
     lengths, vectors, bias, _ = random_case(3)
     q, k, v = (x.float().requires_grad_() for x in vectors[:3])
     offsets = offsets_of(torch.tensor(lengths))
@@ -272,7 +272,7 @@ def test_attention_compiles_into_one_graph():
         own = RelativeBias(time_table=table, time_T=bias.time_T, query_time_T=bias.query_time_T)
         rules = AttentionMask(num_targets_B=targets, num_context=1, max_attention_length=9)
         return hstu_attention(
-            q, k, v, offsets, max_length=max(lengths), normaliser=NORMALISER, bias=own, rules=rules
+            q, k, v, offsets, max_length=max(lengths), normalizer=NORMALIZER, bias=own, rules=rules
         ).square()
 
     compiled = torch.compile(attend, backend="aot_eager", fullgraph=True)

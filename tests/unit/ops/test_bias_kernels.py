@@ -1,4 +1,7 @@
-"""Attention by bias alone: its strip of weights, and kernels that fit a Hopper GPU, compiled for it without one."""
+"""Bias-only attention: the strip of position weights, and kernels that fit the shared memory of a Hopper GPU.
+
+The kernels are compiled for a Hopper GPU; no GPU is needed.
+"""
 
 import pytest
 import torch
@@ -14,29 +17,29 @@ from nestrec.ops.attention.bias_only import (
 from nestrec.ops.attention.mask_and_bias import RelativeBias
 
 SHARED_BYTES = 232_448
-"""that one program may have on an H100 or H200"""
+"""Maximum shared memory per program on an H100 or H200, in bytes."""
 NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 KINDS = {"schedule": "i32", "state": "i32", "offsets": "i64", "buckets": "u8", "time": "fp64", "query_time": "fp64"}
 
 
 @pytest.mark.parametrize("is_reversed", [False, True])
 @pytest.mark.parametrize(("longest", "size"), [(5, 9), (130, 299), (300, 41)])
-def test_tiles_of_the_strip_hold_the_weights_of_their_pairs(longest, size, is_reversed):
-    """Also where the table is shorter or longer than the sequences."""
+def test_position_strip_contains_weight_of_each_pair(longest, size, is_reversed):
+    """The table may be shorter or longer than the sequences."""
     table = torch.randn(size)
     strip, origin = position_strip(table, longest, is_reversed=is_reversed)
     for x in range(longest):
         for y in range(0, longest, OTHERS):
             for c in range(min(OTHERS, longest - y)):
                 query, key = (y + c, x) if is_reversed else (x, y + c)
-                place = key - query + (size - 1) // 2
-                expected = table[place] if key <= query and place >= 0 else 0.0
+                distance = key - query + (size - 1) // 2
+                expected = table[distance] if key <= query and distance >= 0 else 0.0
                 assert strip[origin + x - y, c] == expected
 
 
 @pytest.mark.parametrize("has_times", [False, True])
-def test_channels_and_their_gradients_are_those_of_the_definition(has_times):
-    """On blocks; kernels are compared with blocks. A sequence of none and one of one."""
+def test_bias_kernel_channels_equal_reference(has_times):
+    """Compares padded blocks, to which the kernels are compared; includes sequences of zero tokens and of one token."""
     draw = torch.Generator().manual_seed(3)
     offsets = torch.tensor([0, 6, 6, 7, 16])
     total = 16
@@ -59,7 +62,10 @@ def test_channels_and_their_gradients_are_those_of_the_definition(has_times):
 
 
 def shared_bytes(kernel, dtype, tile, **constants):
-    """Arguments that are no constants are pointers to `dtype` or to what their names say, or integers."""
+    """Return the shared memory of a kernel in bytes.
+
+    Arguments that are not constants are pointers to `dtype` or to the type in KINDS, or integers.
+    """
     triton = pytest.importorskip("triton")
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -67,7 +73,7 @@ def shared_bytes(kernel, dtype, tile, **constants):
     options = {name: tile[name] for name in ("num_warps", "num_stages")}
     fixed = tile | constants | {"PRECISION": "tf32"}
     fixed = {name: value for name, value in fixed.items() if name not in options}
-    numbers = {"first_item", "origin", "columns", "unseen", "num_sequences", "num_splits"}
+    numbers = {"first_item", "origin", "columns", "masked_bucket", "num_sequences", "num_splits"}
     numbers |= {"position_step", "time_step", "v_step", "window", "context"}
     names = kernel.arg_names
     signature = {name: "i32" if name in numbers else f"*{KINDS.get(name, NAMES[dtype])}" for name in names}
@@ -82,7 +88,7 @@ def shared_bytes(kernel, dtype, tile, **constants):
 
 
 @pytest.mark.parametrize("dtype", NAMES)
-def test_the_largest_tiles_fit_shared_memory(dtype):
+def test_bias_kernel_tiles_fit_shared_memory(dtype):
     pytest.importorskip("triton")
     from nestrec.ops.attention.bias_only_kernels import (
         bias_function_kernel,

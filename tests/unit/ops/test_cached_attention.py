@@ -1,4 +1,4 @@
-"""Attention against a stored prefix."""
+"""Attention of new tokens to a cached prefix."""
 
 import pytest
 import torch
@@ -35,21 +35,21 @@ SHAPES = [
 @pytest.mark.parametrize(
     "rules", [PLAIN, semi_local(1), semi_local(3, 2), semi_local(20, 5), semi_local(270, 40)], ids=str
 )
-def test_cached_attention_equals_its_definition(prefix, history, candidates, has_bias, rules):
+def test_cached_attention_equals_reference(prefix, history, candidates, has_bias, rules):
     new, old, history_bias, candidate_bias = random_case(1, prefix, history, candidates)
     bias = torch.zeros(history + candidates, prefix + history + candidates, dtype=torch.float64)
     bias[:history, : prefix + history] = history_bias
     bias[history:, : prefix + history] = candidate_bias[:-1]
     bias.diagonal(prefix)[history:] = candidate_bias[-1]
     expected = cached_attention_reference(
-        *new, old, num_candidates=candidates, normaliser=7.0, bias_NK=bias if has_bias else None, rules=rules
+        *new, old, num_candidates=candidates, normalizer=7.0, bias_NK=bias if has_bias else None, rules=rules
     )
     rows = (lambda first, end, keys: history_bias[first:end, keys]) if has_bias else None
     found = cached_attention(
         *new,
         old,
         num_candidates=candidates,
-        normaliser=7.0,
+        normalizer=7.0,
         history_bias=rows,
         candidate_bias_K=candidate_bias if has_bias else None,
         rules=rules,
@@ -57,23 +57,23 @@ def test_cached_attention_equals_its_definition(prefix, history, candidates, has
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_history_after_a_prefix_equals_one_causal_pass():
+def test_cached_attention_equals_full_causal_pass():
     new, old, _, _ = random_case(2, prefix=6, history=5, candidates=0)
     q = torch.cat([torch.randn(2, 6, 4, dtype=torch.float64), new[0]], dim=1)
     k, v = (torch.cat([a, b], dim=1) for a, b in zip(old, new[1:], strict=True))
     for rules in (PLAIN, semi_local(4, 2)):
-        whole = hstu_attention_reference(
-            *(t.transpose(0, 1) for t in (q, k, v)), torch.tensor([0, 11]), normaliser=3.0, rules=rules
+        full = hstu_attention_reference(
+            *(t.transpose(0, 1) for t in (q, k, v)), torch.tensor([0, 11]), normalizer=3.0, rules=rules
         ).transpose(0, 1)
-        found = cached_attention(*new, old, num_candidates=0, normaliser=3.0, rules=rules)
-        torch.testing.assert_close(found, whole[:, 6:], rtol=1e-12, atol=1e-12)
+        found = cached_attention(*new, old, num_candidates=0, normalizer=3.0, rules=rules)
+        torch.testing.assert_close(found, full[:, 6:], rtol=1e-12, atol=1e-12)
 
 
-def test_a_candidate_does_not_see_the_others():
+def test_cached_attention_candidates_are_independent():
     new, old, history_bias, candidate_bias = random_case(3, prefix=4, history=2, candidates=3)
     arguments = {
         "num_candidates": 3,
-        "normaliser": 2.0,
+        "normalizer": 2.0,
         "candidate_bias_K": candidate_bias,
         "history_bias": lambda first, end, keys: history_bias[first:end, keys],
     }

@@ -1,4 +1,4 @@
-"""Attention over parts of sequences, summed as ranks sum it, against attention over whole ones, for any lengths."""
+"""Context-parallel attention: partial results, summed as ranks sum them, equal attention over unsplit sequences."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from nestrec.ops.context_parallel.ring_attention import (
     softmax_attention_in_context,
 )
 from nestrec.ops.context_parallel.ring_sum import ContextParallelGroup, ring_sum_reference
-from nestrec.ops.context_parallel.token_partition import TokenPartition, causal_pairs_of
+from nestrec.ops.context_parallel.token_partition import TokenPartition, count_causal_pairs
 
 lengths_lists = st.lists(st.integers(0, 13), min_size=1, max_size=4)
 biases = st.tuples(st.booleans(), st.sampled_from(["none", "table", "function"]))
@@ -30,10 +30,10 @@ biases = st.tuples(st.booleans(), st.sampled_from(["none", "table", "function"])
 
 @settings(max_examples=40)
 @given(st.lists(st.integers(0, 40), max_size=6), st.integers(1, 6))
-def test_every_token_is_in_one_part(lengths, size):
+def test_context_parallel_partition_covers_tokens_once(lengths, size):
     parts = TokenPartition(np.array(lengths, np.int64), size)
-    places = np.concatenate([parts.places(part) for part in range(size)])
-    assert sorted(places.tolist()) == list(range(sum(lengths)))
+    indices = np.concatenate([parts.global_indices(part) for part in range(size)])
+    assert sorted(indices.tolist()) == list(range(sum(lengths)))
     first = np.cumsum(lengths) - lengths
     for part in range(size):
         offsets = parts.offsets(part)
@@ -42,26 +42,26 @@ def test_every_token_is_in_one_part(lengths, size):
         for b in range(len(lengths)):
             own = positions[offsets[b] : offsets[b + 1]]
             assert (np.diff(own) > 0).all()
-            assert (parts.places(part)[offsets[b] : offsets[b + 1]] == first[b] + own).all()
+            assert (parts.global_indices(part)[offsets[b] : offsets[b + 1]] == first[b] + own).all()
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
-def test_parts_have_equally_much_to_compute(size):
-    whole = TokenPartition(np.array([16_384]), size)
-    pairs = causal_pairs_of(whole)
+def test_context_parallel_parts_have_equal_cost(size):
+    full = TokenPartition(np.array([16_384]), size)
+    pairs = count_causal_pairs(full)
     assert max(pairs) == min(pairs)
     computed = [
-        [sum(b.num_pairs for b in token_partition.blocks_of(whole, r, p, PLAIN)) for p in range(size)]
+        [sum(b.num_pairs for b in token_partition.blocks_of(full, r, p, PLAIN)) for p in range(size)]
         for r in range(size)
     ]
-    # At every step of the ring, too: no rank waits for another.
+    # The cost is also equal at every step of the ring, so no rank waits for another.
     for step in range(size):
         assert len({computed[r][(r - step) % size] for r in range(size)}) == 1
-    assert np.sum(computed) < 1.07 * sum(pairs)  # blocks on the diagonal compute what nobody sees
+    assert np.sum(computed) < 1.07 * sum(pairs)  # blocks on the diagonal compute masked pairs, too
 
 
-def drawn(lengths, has_position, time):
-    """(q, k, v, bias, gradient of the result)"""
+def random_inputs(lengths, has_position, time):
+    """Return random (q, k, v, bias)."""
     generator = torch.Generator().manual_seed(sum(lengths) + 7 * len(lengths))
     num = sum(lengths)
     longest = max(lengths)
@@ -77,18 +77,18 @@ def drawn(lengths, has_position, time):
     return q, k, v, bias
 
 
-def in_parts(function, parts, given, grad):
-    """Result and gradients of (q, k, v, tables), put together from those of the parts."""
-    q, k, v, bias = given
-    places = [torch.from_numpy(parts.places(part)) for part in range(parts.size)]
+def run_in_parts(function, parts, inputs, grad):
+    """Return the result and the gradients of (q, k, v, tables), joined from those of the parts."""
+    q, k, v, bias = inputs
+    indices = [torch.from_numpy(parts.global_indices(part)) for part in range(parts.size)]
     tables = {
         n: t.detach() for n in ("position_table", "time_table", "time_function") if (t := getattr(bias, n)) is not None
     }
     times = bias.has_time
-    queries = [{"q": q.detach()[i]} | ({"query_time": bias.query_time_T[i]} if times else {}) for i in places]
-    keys = [{"k": k.detach()[i], "v": v.detach()[i]} | ({"time": bias.time_T[i]} if times else {}) for i in places]
-    sums, found = ring_sum_reference(function, parts, queries, keys, tables, [grad[i] for i in places])
-    order = torch.cat(places).argsort()
+    queries = [{"q": q.detach()[i]} | ({"query_time": bias.query_time_T[i]} if times else {}) for i in indices]
+    keys = [{"k": k.detach()[i], "v": v.detach()[i]} | ({"time": bias.time_T[i]} if times else {}) for i in indices]
+    sums, found = ring_sum_reference(function, parts, queries, keys, tables, [grad[i] for i in indices])
+    order = torch.cat(indices).argsort()
     joined = [torch.cat(x)[order] for x in (sums, *([getattr(f, side)[n] for f in found] for side, n in _NAMES))]
     return joined + [sum(f.parameters[name] for f in found) for name in tables]
 
@@ -96,88 +96,90 @@ def in_parts(function, parts, given, grad):
 _NAMES = (("queries", "q"), ("keys", "k"), ("keys", "v"))
 
 
-def expected(whole, inputs, grad):
-    return [whole, *torch.autograd.grad(whole, inputs, grad)]
+def expected(full, inputs, grad):
+    return [full, *torch.autograd.grad(full, inputs, grad)]
 
 
-def assert_same(found, wanted):
-    for mine, theirs in zip(found, wanted, strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-11)
+def assert_same(found, expected_values):
+    for actual, wanted in zip(found, expected_values, strict=True):
+        torch.testing.assert_close(actual, wanted, rtol=0, atol=1e-11)
 
 
-rules_of = st.sampled_from([PLAIN, semi_local(1), semi_local(4), semi_local(3, 2), semi_local(2, 9)])
+mask_strategy = st.sampled_from([PLAIN, semi_local(1), semi_local(4), semi_local(3, 2), semi_local(2, 9)])
 
 
 @settings(max_examples=30)
-@given(lengths_lists, st.integers(1, 5), biases, rules_of, st.sampled_from([1 << 20, 24]))
-def test_hstu_in_parts_equals_whole_sequences(lengths, size, kinds, rules, most_pairs):
-    q, k, v, bias = drawn(lengths, *kinds)
-    whole = hstu_attention_reference(q, k, v, offsets_of(torch.tensor(lengths)), normaliser=7.0, bias=bias, rules=rules)
-    grad = torch.randn_like(whole)
+@given(lengths_lists, st.integers(1, 5), biases, mask_strategy, st.sampled_from([1 << 20, 24]))
+def test_context_parallel_hstu_equals_full_sequences(lengths, size, kinds, rules, max_pairs):
+    q, k, v, bias = random_inputs(lengths, *kinds)
+    full = hstu_attention_reference(q, k, v, offsets_of(torch.tensor(lengths)), normalizer=7.0, bias=bias, rules=rules)
+    grad = torch.randn_like(full)
     tables = [t for t in (bias.position_table, bias.time_table, bias.time_function) if t is not None]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_partition, "MOST_PAIRS", most_pairs)
-        patch.setattr(token_partition, "_LEAST_ROWS", 2)
+        patch.setattr(token_partition, "MAX_PAIRS", max_pairs)
+        patch.setattr(token_partition, "_MIN_ROWS", 2)
         patch.setattr(token_partition, "SMALL_PAIRS", 12)
-        found = in_parts(SiluSum(7.0, rules), TokenPartition(np.array(lengths), size), (q, k, v, bias), grad)
+        found = run_in_parts(SiluSum(7.0, rules), TokenPartition(np.array(lengths), size), (q, k, v, bias), grad)
     if sum(lengths):
-        assert_same(found, expected(whole, [q, k, v, *tables], grad))
+        assert_same(found, expected(full, [q, k, v, *tables], grad))
 
 
 @settings(max_examples=30)
-@given(lengths_lists, st.integers(1, 4), st.sampled_from(["none", "table", "function"]), rules_of)
-def test_fuxi_in_parts_equals_whole_sequences(lengths, size, time, rules):
-    q, k, v, bias = drawn(lengths, True, time)
+@given(lengths_lists, st.integers(1, 4), st.sampled_from(["none", "table", "function"]), mask_strategy)
+def test_context_parallel_fuxi_equals_full_sequences(lengths, size, time, rules):
+    q, k, v, bias = random_inputs(lengths, True, time)
     offsets = offsets_of(torch.tensor(lengths))
-    semantic = hstu_attention_reference(q, k, v, offsets, normaliser=7.0, rules=rules).flatten(1)
-    whole = torch.stack([semantic, *bias_attention_reference(v.flatten(1), offsets, bias, rules)], dim=1)
-    grad = torch.randn_like(whole)
+    semantic = hstu_attention_reference(q, k, v, offsets, normalizer=7.0, rules=rules).flatten(1)
+    full = torch.stack([semantic, *bias_attention_reference(v.flatten(1), offsets, bias, rules)], dim=1)
+    grad = torch.randn_like(full)
     tables = [t for t in (bias.position_table, bias.time_table, bias.time_function) if t is not None]
-    function = ChannelSums(7.0, rules, whole.shape[1])
+    function = ChannelSums(7.0, rules, full.shape[1])
     if sum(lengths):
-        found = in_parts(function, TokenPartition(np.array(lengths), size), (q, k, v, bias), grad)
-        assert_same(found, expected(whole, [q, k, v, *tables], grad))
+        found = run_in_parts(function, TokenPartition(np.array(lengths), size), (q, k, v, bias), grad)
+        assert_same(found, expected(full, [q, k, v, *tables], grad))
 
 
-def test_a_ring_of_one_rank_keeps_nothing_of_the_pairs():
-    """What is kept for the backward pass grows with the tokens, where whole attention on a CPU keeps their square."""
-    q, k, v, bias = drawn([300, 40], True, "table")
+def test_ring_attention_of_one_rank_saves_no_pairs():
+    """Tensors saved for the backward pass grow with the tokens; full attention on a CPU saves their square."""
+    q, k, v, bias = random_inputs([300, 40], True, "table")
     context = ContextParallelGroup(TokenPartition(np.array([300, 40]), 1), ContextRing(Topology.single()))
-    kept: dict[int, int] = {}
+    saved: dict[int, int] = {}
 
-    def keep(x: torch.Tensor) -> torch.Tensor:
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+    def save(x: torch.Tensor) -> torch.Tensor:
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        found = hstu_attention_in_context(q, k, v, context, normaliser=7.0, bias=bias)
-    wanted = hstu_attention_reference(q, k, v, offsets_of(torch.tensor([300, 40])), normaliser=7.0, bias=bias)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
-    given = [q, k, v, bias.position_table, bias.time_table, bias.time_T, bias.query_time_T]
-    assert sum(kept.values()) == sum(x.untyped_storage().nbytes() for x in given)
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
+        found = hstu_attention_in_context(q, k, v, context, normalizer=7.0, bias=bias)
+    expected_values = hstu_attention_reference(q, k, v, offsets_of(torch.tensor([300, 40])), normalizer=7.0, bias=bias)
+    torch.testing.assert_close(found, expected_values, rtol=0, atol=1e-12)
+    inputs = [q, k, v, bias.position_table, bias.time_table, bias.time_T, bias.query_time_T]
+    assert sum(saved.values()) == sum(x.untyped_storage().nbytes() for x in inputs)
 
 
-def test_softmax_of_large_scores_stays_finite():
-    q, k, v, _ = drawn([9, 4], False, "none")
+def test_context_parallel_softmax_of_large_scores_is_finite():
+    q, k, v, _ = random_inputs([9, 4], False, "none")
     context = ContextParallelGroup(TokenPartition(np.array([9, 4]), 1), ContextRing(Topology.single()))
     found = softmax_attention_in_context(900 * q, k, v, context)
-    wanted = softmax_attention_reference(900 * q, k, v, offsets_of(torch.tensor([9, 4])))
+    expected_values = softmax_attention_reference(900 * q, k, v, offsets_of(torch.tensor([9, 4])))
     grad = torch.randn_like(found)
-    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-11)
-    for mine, theirs in zip(*(torch.autograd.grad(x, (q, k, v), grad) for x in (found, wanted)), strict=True):
-        torch.testing.assert_close(mine, theirs, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(found, expected_values, rtol=0, atol=1e-11)
+    for actual, wanted in zip(
+        *(torch.autograd.grad(x, (q, k, v), grad) for x in (found, expected_values)), strict=True
+    ):
+        torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
 
 
-def test_what_parts_cannot_compute_is_refused():
-    q, k, v, _ = drawn([9, 4], False, "none")
+def test_context_parallel_rejects_unsupported_options():
+    q, k, v, _ = random_inputs([9, 4], False, "none")
     context = ContextParallelGroup(TokenPartition(np.array([9, 4]), 1), ContextRing(Topology.single()))
     for rules in (AttentionMask(num_targets_B=torch.tensor([1, 1])), AttentionMask(num_context=1)):
-        with pytest.raises(UserError, match="whole sequences"):
-            hstu_attention_in_context(q, k, v, context, normaliser=7.0, rules=rules)
+        with pytest.raises(UserError, match="does not support candidates"):
+            hstu_attention_in_context(q, k, v, context, normalizer=7.0, rules=rules)
     with pytest.raises(UserError, match="13 tokens"):
-        hstu_attention_in_context(q[1:], k[1:], v[1:], context, normaliser=7.0)
+        hstu_attention_in_context(q[1:], k[1:], v[1:], context, normalizer=7.0)
     bias = RelativeBias(position_table=torch.zeros(16, dtype=torch.float64))
     with pytest.raises(UserError, match="position_table"):
-        hstu_attention_in_context(q, k, v, context, normaliser=7.0, bias=bias)
-    with pytest.raises(UserError, match="at least one rank"):
+        hstu_attention_in_context(q, k, v, context, normalizer=7.0, bias=bias)
+    with pytest.raises(UserError, match="must be at least 1"):
         TokenPartition(np.array([3]), 0)

@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from nestrec.ops.embedding.row_gather import deal_rows, gather_rows
+from nestrec.ops.embedding.row_gather import gather_rows, gather_unique_rows
 from nestrec.ops.embedding.row_sum import sum_by_index, sum_by_index_reference
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(0,), (1,), (40, 7), (3, 0, 2)])
-def test_gather_and_its_gradient_are_the_definition(shape, dtype):
+def test_gather_rows_and_gradient_equal_reference(shape, dtype):
     torch.manual_seed(0)
     rows = torch.randn(13, 5, dtype=dtype, requires_grad=True)
     index = torch.randint(0, 13, shape, dtype=torch.int32)
@@ -19,7 +19,7 @@ def test_gather_and_its_gradient_are_the_definition(shape, dtype):
     assert torch.equal(rows.grad, expected)
 
 
-def test_sums_do_not_depend_on_the_number_of_threads():
+def test_sum_by_index_does_not_depend_on_threads():
     index = torch.randint(0, 100, (50_000,), dtype=torch.int32)
     grad = torch.randn(50_000, 16)
     before = torch.get_num_threads()
@@ -32,7 +32,7 @@ def test_sums_do_not_depend_on_the_number_of_threads():
     assert torch.equal(sums[0], sums[2])
 
 
-def test_parts_in_order_sum_to_the_bits_of_the_whole():
+def test_add_by_index_in_parts_equals_one_sum_bitwise():
     from nestrec.ops.embedding.row_sum import add_by_index
 
     index = torch.randint(0, 9, (64,), dtype=torch.int32)
@@ -43,13 +43,13 @@ def test_parts_in_order_sum_to_the_bits_of_the_whole():
     assert torch.equal(out, sum_by_index_reference(grad, index, 9))
 
 
-def test_16_bit_gradients_are_summed_in_float32():
+def test_gather_rows_bfloat16_gradients_use_float32_sums():
     rows = torch.zeros(1, 2, dtype=torch.bfloat16, requires_grad=True)
     gather_rows(rows, torch.zeros(1000, dtype=torch.int32)).float().sum().backward()
     assert rows.grad.tolist() == [[1000.0, 1000.0]]
 
 
-def test_rows_of_many_positions_are_summed_by_runs():
+def test_sum_by_index_of_popular_rows_uses_runs():
     torch.manual_seed(0)
     index = torch.cat([torch.zeros(700, dtype=torch.int32), torch.randint(0, 3, (900,), dtype=torch.int32)])
     grad = torch.randn(1600, 3)
@@ -64,16 +64,16 @@ def test_rows_of_many_positions_are_summed_by_runs():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_rows_that_are_dealt_give_back_what_they_get(dtype):
-    """Rows 2 and 5 are dealt to nobody, and three places hold nothing."""
+def test_gather_unique_rows_and_gradient_equal_indexing(dtype):
+    """Rows 2 and 5 are not gathered, and two positions have no row."""
     rows = torch.randn(7, 3, dtype=dtype, requires_grad=True)
     index = torch.tensor([[4, 0, 1, -1], [6, -1, 3, -1]], dtype=torch.int32)
-    out = deal_rows(rows, index)
+    out = gather_unique_rows(rows, index)
     assert torch.equal(out, rows[index.clamp(min=0).long()])
     grad = torch.randn_like(out)
     out.backward(grad)
     expected = torch.zeros_like(rows)
-    for place, row in enumerate(index.flatten().tolist()):
+    for position, row in enumerate(index.flatten().tolist()):
         if row >= 0:
-            expected[row] = grad.view(-1, 3)[place]
+            expected[row] = grad.view(-1, 3)[position]
     assert torch.equal(rows.grad, expected)

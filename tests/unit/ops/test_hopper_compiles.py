@@ -1,4 +1,4 @@
-"""Launches of attention and of the search on a Hopper GPU, compiled for one where there is none: they fit."""
+"""Attention and search kernels, compiled for a Hopper GPU without one, fit its shared memory."""
 
 import subprocess
 import sys
@@ -7,7 +7,7 @@ import pytest
 
 pytest.importorskip("triton")
 SHARED_BYTES = 232_448
-"""that one program may have on an H100 or H200"""
+"""Maximum shared memory per program on an H100 or H200, in bytes."""
 HOPPER = """
 import sys
 from types import SimpleNamespace
@@ -32,10 +32,10 @@ JITFunction.run = compiled
 torch.cuda.get_device_properties = lambda device: SimpleNamespace(multi_processor_count=132, total_memory=1 << 37)
 torch.cuda.get_device_capability = lambda device: (9, 0)
 """
-"""launches compile for a GPU that is not there, and print their name and the shared memory of a program"""
+"""Program in which a launch compiles its kernel for a Hopper GPU and prints its name and its shared memory."""
 ATTENTION = """
 from nestrec.ops.attention.attention_inputs import AttentionInputs
-from nestrec.ops.attention.mask_and_bias import AttentionMask as AttentionMask
+from nestrec.ops.attention.mask_and_bias import AttentionMask
 from nestrec.ops.attention.hstu_passes import backward_pass, forward_pass
 from nestrec.ops.attention.mask_and_bias import RelativeBias
 
@@ -64,12 +64,12 @@ dtype, num_queries, dim = getattr(torch, sys.argv[1]), int(sys.argv[2]), int(sys
 scale = torch.ones(300) if dtype.itemsize == 1 else None
 pairs = top_k_search.ExcludedPairs.of(torch.zeros(5, dtype=torch.int32), torch.arange(5))
 index = top_k_search.IndexRows(rows_ND=torch.zeros(300, dim, dtype=dtype), scale_N=scale)
-top_k_search.best_keys(torch.zeros(num_queries, dim), index, 10, pairs)
+top_k_search.top_k_keys(torch.zeros(num_queries, dim), index, 10, pairs)
 """
 
 
-def compiled(program: str, *words: str) -> list[list[str]]:
-    """(kernel, bytes of shared memory) of each launch."""
+def compile_launches(program: str, *words: str) -> list[list[str]]:
+    """Return the kernel and its bytes of shared memory for each launch of the program."""
     command = [sys.executable, "-c", HOPPER + program, *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -81,8 +81,8 @@ def compiled(program: str, *words: str) -> list[list[str]]:
 @pytest.mark.parametrize(("dtype", "queries", "dim"), [
     ("bfloat16", 16, 128), ("bfloat16", 64, 512), ("float32", 64, 256), ("int8", 16, 64), ("float8_e4m3fn", 16, 128),
 ])  # fmt: skip
-def test_searches_compile_and_fit(dtype, queries, dim):
-    found = compiled(SEARCH, dtype, str(queries), str(dim))
+def test_search_kernels_fit_shared_memory_of_hopper(dtype, queries, dim):
+    found = compile_launches(SEARCH, dtype, str(queries), str(dim))
     assert [name for name, _ in found] == ["_pass_kernel", "_chosen_kernel"]
     assert max(int(shared) for _, shared in found) <= SHARED_BYTES
 
@@ -92,8 +92,8 @@ def test_searches_compile_and_fit(dtype, queries, dim):
 @pytest.mark.parametrize("biases", ["0 0", "1 0", "1 1", "0 2", "1 2"])
 @pytest.mark.parametrize("has_rules", [0, 1])
 @pytest.mark.parametrize("dim", [24, 64, 128, 256])
-def test_launches_compile_and_fit(dim, has_rules, biases):
-    found = compiled(ATTENTION, str(dim), str(has_rules), *biases.split())
+def test_attention_kernels_fit_shared_memory_of_hopper(dim, has_rules, biases):
+    found = compile_launches(ATTENTION, str(dim), str(has_rules), *biases.split())
     if biases.endswith("2") and (dim > 128 or has_rules):
         return
     assert {"stream_kernel"} <= {name for name, _ in found}
@@ -102,32 +102,32 @@ def test_launches_compile_and_fit(dim, has_rules, biases):
 
 PAGED = """
 from nestrec.ops.attention.paged.paged_attention import PagedLayerKV, Workspace, paged_attention, store_in_pages
-from nestrec.ops.attention.paged.paged_bias import PairPlan, PairTimes, find_buckets, store_times, write_biases
-from nestrec.ops.attention.paged.query_blocks import FIELDS, VisibleRange as Seen, most_tiles
+from nestrec.ops.attention.paged.paged_bias import PairPlan, PairTimes, compute_buckets, store_times, write_biases
+from nestrec.ops.attention.paged.query_blocks import FIELDS, VisibleRange, max_tiles
 
 dim, weights, kind, is_small, is_local = int(sys.argv[1]), *sys.argv[2:4], *(int(word) for word in sys.argv[4:])
-seen, rows = Seen(50, 7) if is_local else Seen(), 200
+visible_range, rows = VisibleRange(50, 7) if is_local else VisibleRange(), 200
 time = torch.zeros(rows, dtype=torch.float64)
 plan = PairPlan(blocks=torch.zeros(8, FIELDS, dtype=torch.int32), pages=torch.zeros(9, dtype=torch.int32),
-                page_tokens=64, num_tiles=most_tiles(8, 300), seen=seen)
+                page_tokens=64, num_tiles=max_tiles(8, 300), visible_range=visible_range)
 times = PairTimes(slots=torch.zeros(640, dtype=torch.float64), time_T=time, query_time_T=time)
 q, k, v = torch.zeros(rows, 6 * dim, dtype=torch.bfloat16).chunk(3, dim=1)
 pool = torch.zeros(2, 2, 640, dim, dtype=torch.float8_e4m3fn if is_small else torch.bfloat16)
-kept = PagedLayerKV(pool, torch.zeros(2, 2, 640, dtype=torch.uint8) if is_small else None)
+cache = PagedLayerKV(pool, torch.zeros(2, 2, 640, dtype=torch.uint8) if is_small else None)
 slots, biases = torch.zeros(rows, dtype=torch.int32), None
-store_in_pages(k, v, kept, slots)
+store_in_pages(k, v, cache, slots)
 store_times(time, slots, times.slots)
 if kind != "none":
-    biases = plan.memory(q.dtype)
+    biases = plan.allocate_tiles(q.dtype)
     write_biases(biases, plan, times=times,
                  position_table=torch.zeros(601) if kind != "time" else None,
                  time_table=torch.zeros(65) if kind in ("tables", "time") else None,
-                 buckets=find_buckets(plan, times, 64) if kind in ("tables", "time") else None,
+                 buckets=compute_buckets(plan, times, 64) if kind in ("tables", "time") else None,
                  time_function=torch.zeros(3) if kind == "function" else None)
-for asked in (None, 64):
-    paged_attention(None if weights == "channel" else q, k, v, kept, plan.blocks, plan.pages, page_tokens=64, scale=1.0,
-                    workspace=Workspace.make(2, dim, torch.device("cpu")), weights=weights, biases=biases,
-                    num_asked=asked, seen=seen)
+for num_queries in (None, 64):
+    paged_attention(None if weights == "channel" else q, k, v, cache, plan.blocks, plan.pages, page_tokens=64,
+                    scale=1.0, workspace=Workspace.create(2, dim, torch.device("cpu")), weights=weights, biases=biases,
+                    num_queries=num_queries, visible_range=visible_range)
 """
 PAGED_CASES = [
     "128 silu none 0 0",
@@ -145,7 +145,7 @@ PAGED_CASES = [
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("case", PAGED_CASES)
-def test_paged_launches_compile_and_fit(case):
-    found = compiled(PAGED, *case.split())
+def test_paged_kernels_fit_shared_memory_of_hopper(case):
+    found = compile_launches(PAGED, *case.split())
     assert {"attention_kernel", "store_kernel"} <= {name for name, _ in found}
     assert max(int(shared) for _, shared in found) <= SHARED_BYTES

@@ -1,4 +1,4 @@
-"""Kernels of layers without a GPU: their tiles, their operators, and what they refuse."""
+"""Layer kernels without a GPU: tile sizes, operators and rejected inputs."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ from nestrec.ops.layers.row_ops import (
 
 @pytest.mark.parametrize("width", [1, 7, 50, 1024, 3000])
 @pytest.mark.parametrize("tokens", [0, 1, 5, 4097])
-def test_tiles_cover_every_row_and_channel(tokens, width):
+def test_layer_kernel_tiles_cover_all_rows_and_channels(tokens, width):
     x = torch.empty(tokens, width, device="meta")
     for parts in (1, 2, 3):
         tile = row_tile(width, parts)
@@ -31,21 +31,21 @@ def test_tiles_cover_every_row_and_channel(tokens, width):
     assert columns * tile["BLOCK"] >= width
 
 
-def test_layouts_that_a_kernel_would_misread_are_refused():
+def test_layer_kernels_reject_unsupported_memory_layouts():
     x = torch.randn(6, 8)
     for bad in (x.T, x[:, ::2], x[:, :4]):
-        with pytest.raises(UserError, match="packed"):
+        with pytest.raises(UserError, match="must be contiguous"):
             check_rows(bad)
     check_strided(x[:, :4])
     for bad in (x.T, x[:, ::2]):
-        with pytest.raises(UserError, match="side by side"):
+        with pytest.raises(UserError, match="must be contiguous in memory"):
             check_strided(bad)
     for parts in ([], [x] * 4, [x, x[:, :4]], [x[:, :4]]):
         with pytest.raises(UserError, match="as wide as the gate"):
             check_parts(parts, x)
 
 
-def test_the_operators_are_known_to_the_compiler():
+def test_layer_operators_pass_opcheck():
     with torch._subclasses.FakeTensorMode():
         x = torch.empty(4, 8)
         out, mean, _ = torch.ops.nestrec.norm_rows(x, torch.bfloat16, True, 1e-6, None, 0, 0, 1.0)

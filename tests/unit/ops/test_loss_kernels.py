@@ -1,9 +1,9 @@
-"""Kernels of the losses without a GPU: what the compiler knows of their operators."""
+"""Loss kernels without a GPU: shapes and dtypes of their operators under FakeTensorMode."""
 
 import torch
 
 
-def test_the_operators_are_known_to_the_compiler():
+def test_loss_operators_pass_opcheck():
     with torch._subclasses.FakeTensorMode():
         query, rows = torch.empty(5, 8, dtype=torch.bfloat16), torch.empty(20, 8, dtype=torch.bfloat16)
         index = torch.empty(5, 4, dtype=torch.int32)

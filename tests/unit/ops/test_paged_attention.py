@@ -1,4 +1,4 @@
-"""The paged kernels against their definitions: on a GPU, or in Triton's interpreter."""
+"""The paged kernels equal their reference, on a GPU or in the Triton interpreter."""
 
 from types import SimpleNamespace
 
@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from nestrec.ops.attention.mask_and_bias import AttentionMask, RelativeBias, seen_mask
+from nestrec.ops.attention.mask_and_bias import AttentionMask, RelativeBias, attention_mask
 from nestrec.ops.attention.paged.query_blocks import (
     FIELDS,
     PagedSegment,
     VisibleRange,
     can_be_paged,
-    most_tiles,
+    max_tiles,
     segment_array,
     write_blocks,
 )
@@ -21,7 +21,7 @@ from nestrec.ops.kernel_op import IS_INTERPRETED
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Conversion of an array:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),  # rows of padding hold anything
+    pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning"),  # padding rows are uninitialized
     pytest.mark.skipif(not (IS_INTERPRETED or torch.cuda.is_available()), reason="needs a GPU, or TRITON_INTERPRET=1"),
 ]
 PAGE = 64
@@ -30,14 +30,14 @@ DIM = 16
 SCALE = 0.2
 DEVICE = torch.device("cpu" if IS_INTERPRETED else "cuda")
 SHAPES = [(0, 1, 0), (0, 5, 3), (64, 0, 3), (100, 1, 0), (70, 130, 2), (0, 200, 140), (65, 64, 129), (3, 0, 1)]
-"""(prefix, new history, candidates)"""
+"""Numbers of prefix tokens, new history tokens and candidates."""
 LONG = [(1100, 0, 3), (1345, 70, 130), (600, 5, 0), (0, 40, 2), (512, 1, 1)]
 LONGEST = 1600
 BIASES = {"none": (), "position": ("position",), "tables": ("position", "time"), "function": ("position", "function")}
 
 
 class Batch:
-    """One batch of some shapes, in pages that stand in any order."""
+    """One batch of requests of the given shapes, with pages in random order."""
 
     def __init__(self, shapes, dtype=torch.float32, *, dim=DIM, is_small=False, seen=VisibleRange(), cut=0):  # noqa: B008
         from nestrec.ops.attention.paged.paged_attention import PagedLayerKV, store_in_pages
@@ -57,16 +57,16 @@ class Batch:
         self.query_time_T = torch.empty(total, dtype=torch.float64)
         pool = torch.full((2, HEADS, num_pages * PAGE, dim), float("nan"), device=DEVICE, dtype=dtype)
         scales = torch.full(pool.shape[:3], 255, dtype=torch.uint8, device=DEVICE) if is_small else None
-        self.kept = PagedLayerKV(pool.to(torch.float8_e4m3fn) if is_small else pool, scales)
+        self.cache = PagedLayerKV(pool.to(torch.float8_e4m3fn) if is_small else pool, scales)
         slot_times = torch.full((num_pages * PAGE,), float("nan"), dtype=torch.float64, device=DEVICE)
         order = np.random.default_rng(2).permutation(num_pages)
         self.segments = []
         pages = []
         self.old = []
         row = 0
-        asked_row = history_total
-        for prefix, history, asked in shapes:
-            self.segments.append(PagedSegment(prefix, history, asked, row, asked_row, len(pages), cut))
+        candidate_row = history_total
+        for prefix, history, num_candidates in shapes:
+            self.segments.append(PagedSegment(prefix, history, num_candidates, row, candidate_row, len(pages), cut))
             own = order[len(pages) : len(pages) + -(-prefix // PAGE)]
             pages += list(own)
             token = np.arange(prefix)
@@ -74,21 +74,22 @@ class Batch:
             k, v = draw(prefix, HEADS * dim), draw(prefix, HEADS * dim)
             times = torch.rand(prefix + history + 1, generator=generator, dtype=torch.float64).mul(1e5).cumsum(0)
             if prefix:
-                store_in_pages(k, v, self.kept, slots)
+                store_in_pages(k, v, self.cache, slots)
                 store_times(times[:prefix].to(DEVICE), slots, slot_times)
             self.old.append((k, v, times[:prefix]))
-            new, candidates = slice(row, row + history), slice(asked_row, asked_row + asked)
+            new, candidates = slice(row, row + history), slice(candidate_row, candidate_row + num_candidates)
             self.time_T[new], self.query_time_T[new] = times[prefix:-1], times[prefix + 1 :]
             self.time_T[candidates], self.query_time_T[candidates] = times[-1], times[-1] + 777.0
-            row, asked_row = row + history, asked_row + asked
+            row += history
+            candidate_row += num_candidates
         blocks = np.full((40, FIELDS), 99, np.int32)
         write_blocks(segment_array(self.segments), HEADS, False, blocks, seen)
         self.plan = PairPlan(
             blocks=torch.from_numpy(blocks).to(DEVICE),
             pages=torch.tensor([*pages, 0], dtype=torch.int32, device=DEVICE),
             page_tokens=PAGE,
-            num_tiles=most_tiles(40, LONGEST),
-            seen=seen,
+            num_tiles=max_tiles(40, LONGEST),
+            visible_range=seen,
         )
         own = (self.time_T.to(DEVICE), self.query_time_T.to(DEVICE))
         self.times = PairTimes(slots=slot_times, time_T=own[0], query_time_T=own[1])
@@ -100,27 +101,27 @@ class Batch:
 
     def run(self, weights, kinds):
         from nestrec.ops.attention.paged.paged_attention import Workspace, paged_attention
-        from nestrec.ops.attention.paged.paged_bias import find_buckets, write_biases
+        from nestrec.ops.attention.paged.paged_bias import compute_buckets, write_biases
 
         biases = None
         learned = self.learned
         if kinds:
-            biases = self.plan.memory(self.dtype)
+            biases = self.plan.allocate_tiles(self.dtype)
             write_biases(
                 biases,
                 self.plan,
                 position_table=learned.position if "position" in kinds else None,
                 time_table=learned.time if "time" in kinds else None,
-                buckets=find_buckets(self.plan, self.times, 64) if "time" in kinds else None,
+                buckets=compute_buckets(self.plan, self.times, 64) if "time" in kinds else None,
                 time_function=learned.function if "function" in kinds else None,
                 times=self.times,
             )
-        workspace = Workspace.make(HEADS, self.dim, DEVICE)
+        workspace = Workspace.create(HEADS, self.dim, DEVICE)
         out = paged_attention(
             None if weights == "channel" else self.q,
             self.k,
             self.v,
-            self.kept,
+            self.cache,
             self.plan.blocks,
             self.plan.pages,
             workspace=workspace,
@@ -128,13 +129,13 @@ class Batch:
             scale=SCALE,
             weights=weights,
             biases=biases,
-            seen=self.seen,
+            visible_range=self.seen,
         )
         assert not workspace.arrived.any()
         return out
 
     def expected(self, b, weights, kinds):
-        """(N, H * D) in float64, with one mask over everything."""
+        """Return the (N, H * D) reference result of a request in float64, computed with one mask."""
         segment = self.segments[b]
         (old_k, old_v, old_time) = self.old[b]
         rows = self.rows(b)
@@ -146,7 +147,7 @@ class Batch:
             max_attention_length=self.seen.window or None,
             looks_ahead=False,
         )
-        seen_NK = seen_mask(torch.tensor([0, length]), length, rules)[0, num_prefix:].clone()
+        seen_NK = attention_mask(torch.tensor([0, length]), length, rules)[0, num_prefix:].clone()
         seen_NK &= (torch.arange(length) >= self.cut)[None]
         heads = lambda x: x.cpu().double().unflatten(1, (HEADS, self.dim)).transpose(0, 1)  # noqa: E731
         keys, values = (heads(torch.cat([old, new[rows]])) for old, new in ((old_k, self.k), (old_v, self.v)))
@@ -180,20 +181,20 @@ class Batch:
         worst = 0.0
         for b in range(len(self.segments)):
             if len(rows := self.rows(b)):
-                # Rows before a cut are nobody's.
-                behind = min(max(0, self.cut - self.segments[b].prefix_length), self.segments[b].num_history)
-                expected = self.expected(b, weights, kinds)[behind:]
-                difference = float((out[rows[behind:]] - expected).norm() / expected.norm())
+                # Rows before a cut are not computed.
+                num_cut = min(max(0, self.cut - self.segments[b].prefix_length), self.segments[b].num_history)
+                expected = self.expected(b, weights, kinds)[num_cut:]
+                difference = float((out[rows[num_cut:]] - expected).norm() / expected.norm())
                 worst = max(worst, np.inf if np.isnan(difference) else difference)
         return worst
 
 
 @pytest.mark.parametrize("shapes", [[shape] for shape in SHAPES] + [SHAPES])
-def test_paged_attention_equals_its_definition(shapes):
+def test_paged_attention_equals_reference(shapes):
     assert Batch(shapes).error() <= 1e-5
 
 
-def test_divided_prefixes_give_the_same_sums():
+def test_paged_attention_with_divided_prefixes_equals_reference():
     assert Batch(LONG).error() <= 1e-5
 
 
@@ -202,18 +203,18 @@ SOME = [(3, 0, 1), (70, 130, 2), (0, 70, 3), (1345, 70, 5)]
 
 
 @pytest.mark.parametrize("seen", WINDOWS)
-def test_windows_and_prefixes_equal_their_definition(seen):
+def test_paged_attention_with_windows_equals_reference(seen):
     assert Batch(SOME, seen=seen).error() <= 1e-5
 
 
 FEW = [(70, 130, 2), (600, 3, 130), (0, 5, 0)]
-"""short, divided, and several blocks of candidates"""
+"""A short prefix, a divided prefix, and several blocks of candidates."""
 MANY = [pytest.param(shapes, marks=pytest.mark.slow) for shapes in (SHAPES, LONG)]
 
 
 @pytest.mark.parametrize("kind", [pytest.param("position", marks=pytest.mark.slow), "tables", "function"])
 @pytest.mark.parametrize("shapes", [FEW, *MANY])
-def test_biases_of_pages_and_new_tokens_are_added(kind, shapes):
+def test_paged_attention_with_biases_equals_reference(kind, shapes):
     assert Batch(shapes).error(kinds=BIASES[kind]) <= 2e-5
 
 
@@ -226,29 +227,29 @@ def test_biases_of_pages_and_new_tokens_are_added(kind, shapes):
     ],
 )
 @pytest.mark.parametrize("cut", [37, pytest.param(128, marks=pytest.mark.slow)])
-def test_biases_go_with_windows_and_cuts(seen, cut):
+def test_paged_attention_with_biases_windows_and_cuts(seen, cut):
     assert Batch([(70, 66, 2), (128, 3, 3), (0, 130, 2)], seen=seen, cut=cut).error(kinds=BIASES["tables"]) <= 2e-5
 
 
 @pytest.mark.parametrize(("dim", "weights"), [(6, "softmax"), (50, "silu")])
-def test_heads_may_have_any_width(dim, weights):
+def test_paged_attention_accepts_any_head_dim(dim, weights):
     assert Batch(FEW, dim=dim).error(weights) <= 1e-5
 
 
 @pytest.mark.parametrize("shapes", MANY)
-def test_a_softmax_is_over_old_and_new_keys(shapes):
+def test_paged_attention_softmax_covers_cached_and_new_keys(shapes):
     assert Batch(shapes).error("softmax") <= 1e-5
 
 
 @pytest.mark.parametrize(
     "kinds", [("time",), *(pytest.param((k,), marks=pytest.mark.slow) for k in ("position", "function"))]
 )
-def test_channels_weigh_values_by_distance_or_time_alone(kinds):
+def test_paged_attention_bias_channels_equal_reference(kinds):
     assert Batch(FEW).error("channel", kinds) <= 2e-5
 
 
 @pytest.mark.parametrize("kind", [pytest.param("none", marks=pytest.mark.slow), "tables"])
-def test_half_precision_is_as_good_as_its_products(kind):
+def test_paged_attention_float16_error_is_bounded(kind):
     assert Batch(FEW, torch.float16).error(kinds=BIASES[kind]) <= 3e-3
 
 
@@ -256,12 +257,12 @@ HALF = pytest.param(torch.bfloat16, marks=pytest.mark.skipif(IS_INTERPRETED, rea
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
-def test_prefixes_of_8_bits_are_read_as_they_were_rounded(dtype):
-    """Against the definition over what the pages hold; and that is near to what was given."""
+def test_paged_attention_fp8_prefixes_equal_reference(dtype):
+    """The result equals the reference over the contents of the pages, which are close to the original values."""
     batch = Batch(FEW[:2], dtype, is_small=True)
     assert 1e-3 < batch.error() <= 0.05
-    powers = torch.exp2(batch.kept.scales.float() - 127.0)
-    read = batch.kept.pool.float() * powers[..., None]
+    powers = torch.exp2(batch.cache.scales.float() - 127.0)
+    read = batch.cache.pool.float() * powers[..., None]
     pages = batch.plan.pages.tolist()
     old = []
     for segment, (k, _, times) in zip(batch.segments, batch.old, strict=True):
@@ -274,7 +275,7 @@ def test_prefixes_of_8_bits_are_read_as_they_were_rounded(dtype):
     assert batch.error() <= (1e-5 if dtype == torch.float32 else 0.01)
 
 
-def test_keys_outside_of_windows_are_not_read():
+def test_paged_attention_skips_keys_outside_of_window():
     segments = segment_array([PagedSegment(100_000, 64, 64, 0, 64, 0)])
     blocks = np.empty((400, FIELDS), np.int32)
     read = []
@@ -286,20 +287,20 @@ def test_keys_outside_of_windows_are_not_read():
     assert read[2] == read[1] + 256
 
 
-def test_keys_before_a_cut_are_not_read():
+def test_paged_attention_skips_keys_before_cut():
     segments = segment_array([PagedSegment(100_000, 64, 64, 0, 64, 0, cut=99_000)])
     blocks = np.empty((400, FIELDS), np.int32)
     count = write_blocks(segments, 8, False, blocks, VisibleRange(is_cut=True))
     assert 1000 <= int((blocks[:count, 2] - blocks[:count, 8]).sum()) // 2 <= 1064
 
 
-@pytest.mark.parametrize(("most", "num_blocks"), [(40, 18), (16, 13), (10, 9)])
-def test_prefixes_are_divided_as_far_as_the_table_has_room(most, num_blocks):
+@pytest.mark.parametrize(("max_blocks", "num_blocks"), [(40, 18), (16, 13), (10, 9)])
+def test_paged_attention_divides_prefixes_up_to_max_blocks(max_blocks, num_blocks):
     segments = [PagedSegment(*shape, 0, 0, 0) for shape in LONG]
-    assert write_blocks(segment_array(segments), HEADS, False, np.empty((most, FIELDS), np.int32)) == num_blocks
+    assert write_blocks(segment_array(segments), HEADS, False, np.empty((max_blocks, FIELDS), np.int32)) == num_blocks
 
 
-def test_blocks_have_tiles_of_their_own_that_candidates_of_a_sequence_share_and_there_is_room_for_all():
+def test_paged_attention_blocks_share_tiles_of_candidates():
     segments = [PagedSegment(*shape, 0, sum(s for _, s, _ in LONG), 0) for shape in LONG]
     blocks = np.zeros((40, FIELDS), np.int32)
     count = write_blocks(segment_array(segments), HEADS, False, blocks, VisibleRange(600, 200))
@@ -308,12 +309,12 @@ def test_blocks_have_tiles_of_their_own_that_candidates_of_a_sequence_share_and_
         has_own = b[7] > 0 and b[10] == b[9] - 1
         if b[17]:
             used.append(set(range(b[16], b[16] - (b[8] - b[2]) // 64 - (-b[6] // 64) + has_own)))
-    assert len(used) == count - 2  # the second block of the candidates of one, in two parts
+    assert len(used) == count - 2  # the second block of candidates of one request is in two parts
     assert sum(len(tiles) for tiles in used) == len(set().union(*used))
-    assert max(max(tiles, default=0) for tiles in used) < most_tiles(count, LONGEST)
+    assert max(max(tiles, default=0) for tiles in used) < max_tiles(count, LONGEST)
 
 
-def test_long_batches_that_keep_the_device_busy_are_not_divided_and_their_candidates_alone_are():
+def test_paged_attention_splits_only_small_batches():
     segments = segment_array([PagedSegment(2048, 4096, 64, 0, 4096, 0)])
     blocks = np.empty((64, FIELDS), np.int32)
     assert write_blocks(segments, 8, False, blocks) == 33
@@ -322,7 +323,7 @@ def test_long_batches_that_keep_the_device_busy_are_not_divided_and_their_candid
     assert not blocks[4:].any()
 
 
-def test_an_empty_plan_has_no_blocks():
+def test_paged_attention_empty_plan_has_no_blocks():
     blocks = np.ones((3, FIELDS), np.int32)
     assert write_blocks(segment_array([]), 2, False, blocks) == 0
     assert not blocks.any()
@@ -342,8 +343,6 @@ def test_an_empty_plan_has_no_blocks():
         (64, 2, 128, True),
     ],
 )
-def test_what_has_no_room_in_shared_memory_or_no_whole_blocks_is_computed_without_pages(
-    head_dim, itemsize, page_tokens, expected
-):
-    """Queries of 128 rows and keys and values of 64 are 256 KiB at 256 columns of float32."""
+def test_paged_attention_falls_back_without_shared_memory(head_dim, itemsize, page_tokens, expected):
+    """Queries of 128 rows, keys and values of 64 rows need 256 KiB with 256 columns of float32."""
     assert can_be_paged(head_dim, itemsize, page_tokens) is expected

@@ -7,7 +7,7 @@ from nestrec.ops.embedding.row_gather import pool_bags, pool_rows, pool_rows_ref
 
 @pytest.mark.parametrize("is_weighted", [False, True])
 @pytest.mark.parametrize("lengths", [[], [0], [3, 0, 5, 1], [40] * 200])
-def test_fused_sums_and_gradients_are_the_reference(lengths, is_weighted):
+def test_pool_rows_and_gradients_equal_reference(lengths, is_weighted):
     torch.manual_seed(0)
     lengths = torch.tensor(lengths, dtype=torch.int64)
     rows = [torch.randn(17, 6, dtype=torch.float64).requires_grad_() for _ in range(2)]
@@ -23,15 +23,15 @@ def test_fused_sums_and_gradients_are_the_reference(lengths, is_weighted):
     assert torch.equal(rows[0].grad, rows[1].grad)
 
 
-def test_bags_are_those_of_torch_in_every_way_to_pool():
+def test_pool_bags_equals_torch_embedding_bag():
     torch.manual_seed(0)
     rows = torch.randn(9, 4)
     index = torch.randint(0, 9, (11,))
     offsets = torch.tensor([0, 3, 3, 10, 11])
     weight = torch.rand(11)
     bag = torch.nn.functional.embedding_bag
-    for how in ("sum", "mean"):
-        expected = bag(index, rows, offsets, mode=how, include_last_offset=True)
-        torch.testing.assert_close(pool_bags(rows, index, offsets, how, weight), expected)
+    for method in ("sum", "mean"):
+        expected = bag(index, rows, offsets, mode=method, include_last_offset=True)
+        torch.testing.assert_close(pool_bags(rows, index, offsets, method, weight), expected)
     expected = bag(index, rows, offsets, mode="sum", include_last_offset=True, per_sample_weights=weight)
     torch.testing.assert_close(pool_bags(rows, index, offsets, "weighted", weight), expected)

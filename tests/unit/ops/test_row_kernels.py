@@ -1,4 +1,4 @@
-"""Kernels on rows without a GPU: the fallbacks, and what the compiler knows of the operators."""
+"""Row kernels without a GPU: fallbacks, and operators under FakeTensorMode and torch.compile."""
 
 from pathlib import Path
 
@@ -12,14 +12,14 @@ from nestrec.ops.embedding.row_copy import move_rows
 from nestrec.ops.embedding.row_gather import gather_rows, take_rows
 
 
-def test_rows_without_a_place_are_not_moved():
+def test_move_rows_skips_negative_indices():
     target = torch.zeros(3, 2, dtype=torch.int32)
     source = torch.tensor([[1, 2], [3, 4]], dtype=torch.int32)
     move_rows(source, target, torch.tensor([1, -1, 0]), torch.tensor([2, 0, -1]))
     assert target.tolist() == [[0, 0], [0, 0], [3, 4]]
 
 
-def test_the_operators_know_the_shapes_of_their_results():
+def test_row_operators_pass_opcheck():
     with FakeTensorMode():
         rows = torch.empty(4, 8)
         index = torch.empty(9, dtype=torch.int32)
@@ -32,13 +32,13 @@ def test_the_operators_know_the_shapes_of_their_results():
         assert ops.update_rows(rows, [], rows, None, None, "sgd", [0.1] * 5) is None
 
 
-def test_an_operator_records_no_gradient_in_eager_mode():
+def test_row_operator_records_no_gradient_in_eager_mode():
     rows = torch.randn(4, 8, requires_grad=True)
     assert not take_rows(rows, torch.tensor([1, 3])).requires_grad
 
 
-def test_there_is_one_way_to_make_an_operator():
-    """An operator that went past `kernel_op` would have another cost a call and other rules of autograd."""
+def test_operators_are_created_only_in_kernel_op():
+    """An operator that bypasses `kernel_op` would have a different overhead per call and different autograd rules."""
     makers = ("custom_op(", "torch.library.Library(", "torch.library.define(", "triton_op(", "register_autograd(")
     files = (Path(nestrec.__file__).parent / "ops").rglob("*.py")
     found = {path.name for path in files if any(maker in path.read_text() for maker in makers)}
@@ -46,7 +46,7 @@ def test_there_is_one_way_to_make_an_operator():
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-def test_a_gather_is_compiled_in_one_piece():
+def test_row_gather_compiles_without_graph_breaks():
     torch.manual_seed(0)
     rows = torch.randn(6, 3, requires_grad=True)
     index = torch.randint(0, 6, (4, 5), dtype=torch.int32)

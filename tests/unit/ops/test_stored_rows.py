@@ -1,4 +1,4 @@
-"""Rows of 16 bits read as they are stored: the values and gradients of a float32 leaf, without its memory."""
+"""Half-precision rows are read without a float32 copy, with the values and gradients of a float32 leaf."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from nestrec.ops.losses.sampled_losses import VARIANTS, sampled_loss
 
 
 @pytest.mark.parametrize("dtype", HALF_TYPES)
-def test_values_and_gradients_are_those_of_a_float32_leaf(dtype):
+def test_half_precision_rows_equal_float32_leaf(dtype):
     torch.manual_seed(0)
     values = torch.randn(20, 6).to(dtype)
     index = torch.randint(0, 20, (9, 5))
@@ -32,38 +32,38 @@ def test_values_and_gradients_are_those_of_a_float32_leaf(dtype):
         assert torch.equal(ours, expected)
 
 
-def test_an_anchor_is_one_number_in_memory_and_a_gather_keeps_no_row_for_its_gradient():
+def test_half_precision_gather_saves_no_rows_for_backward():
     stored = HalfPrecisionRows.of(torch.zeros(1000, 64, dtype=torch.bfloat16))
-    kept = []
+    saved_sizes = []
     assert stored.anchor.untyped_storage().nbytes() == 4
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        kept.append(tensor.numel())
+    def record(tensor: torch.Tensor) -> torch.Tensor:
+        saved_sizes.append(tensor.numel())
         return tensor
 
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         gather_rows(stored, torch.tensor([3, 4])).sum().backward()
-    assert max(kept) <= 2
+    assert max(saved_sizes) <= 2
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", HALF_TYPES)
-def test_every_variant_of_the_loss_reads_them_and_gives_what_a_float32_leaf_gives(variant, dtype):
+def test_half_precision_rows_in_every_loss_variant(variant, dtype):
     torch.manual_seed(1)
     values, query = torch.randn(300, 8).to(dtype), torch.randn(11, 8)
     candidates = make_candidates(torch.randint(300, (11,)).int(), torch.randint(300, (11, 3)).int())
     results = []
     for rows in (HalfPrecisionRows.of(values), values.float().requires_grad_()):
         leaf = rows.anchor if isinstance(rows, HalfPrecisionRows) else rows
-        asked = query.clone().requires_grad_()
-        loss = sampled_loss(asked, rows, candidates, "sampled_softmax", variant=variant, segment_tokens=4)
+        query_leaf = query.clone().requires_grad_()
+        loss = sampled_loss(query_leaf, rows, candidates, "sampled_softmax", variant=variant, segment_tokens=4)
         loss.sum().backward()
-        results.append((loss.detach(), asked.grad, leaf.grad))
+        results.append((loss.detach(), query_leaf.grad, leaf.grad))
     assert all(torch.equal(ours, expected) for ours, expected in zip(*results, strict=True))
     assert results[0][2].dtype == torch.float32
 
 
-def test_vectors_of_negatives_on_the_host_take_half_the_bytes():
+def test_half_precision_offloaded_vectors_halve_host_memory():
     index = torch.zeros(5, 7, dtype=torch.int32)
     tables = torch.zeros(9, 4, dtype=torch.float16), torch.zeros(9, 4)
     sizes = [OffloadedVectors(rows, index, 2).num_bytes for rows in tables]

@@ -1,15 +1,15 @@
-"""Cross-entropy in tiles against the whole logits, for tiles smaller and larger than the data."""
+"""Tiled cross-entropy equals cross-entropy over the full logits, for tiles smaller and larger than the data."""
 
 import pytest
 import torch
 
-from nestrec.ops.losses.cross_entropy import kept_cross_entropy, tiled_cross_entropy
+from nestrec.ops.losses.cross_entropy import in_place_cross_entropy, tiled_cross_entropy
 from nestrec.ops.losses.item_losses import full_cross_entropy
 
 
 @pytest.mark.parametrize("shape", [(0, 5, 3), (1, 1, 1), (7, 11, 4), (40, 130, 9)])
 @pytest.mark.parametrize("tile", [(1, 1), (3, 4), (1000, 1000)])
-def test_tiles_give_the_loss_and_the_gradients_of_the_whole(shape, tile):
+def test_tiled_cross_entropy_and_gradients_equal_full(shape, tile):
     num_tokens, num_items, dim = shape
     torch.manual_seed(0)
     query = torch.randn(num_tokens, dim, dtype=torch.float64) * 3
@@ -22,11 +22,11 @@ def test_tiles_give_the_loss_and_the_gradients_of_the_whole(shape, tile):
         loss = (tiled_cross_entropy if tiled else full_cross_entropy)(*leaves, target, **options)
         (loss * torch.linspace(0.5, 1.5, num_tokens, dtype=torch.float64)).sum().backward()
         found.append([loss.detach(), leaves[0].grad, leaves[1].grad])
-    for whole, tiled in zip(*found, strict=True):
-        assert torch.allclose(whole, tiled, rtol=1e-12, atol=1e-12)
+    for full, tiled in zip(*found, strict=True):
+        assert torch.allclose(full, tiled, rtol=1e-12, atol=1e-12)
 
 
-def test_bfloat16_logits_are_summed_in_float32():
+def test_tiled_cross_entropy_bfloat16_uses_float32_sums():
     query, rows = torch.randn(64, 8).bfloat16(), torch.randn(3000, 8).bfloat16()
     target = torch.randint(3000, (64,))
     exact = full_cross_entropy(query.double(), rows.double(), target)
@@ -37,27 +37,27 @@ def test_bfloat16_logits_are_summed_in_float32():
 
 
 @pytest.mark.parametrize(("num_tokens", "num_items", "tile"), [(0, 5, 10), (1, 1, 1), (50, 11, 1), (50, 130, 1 << 12)])
-def test_kept_logits_give_the_loss_and_the_gradients_of_the_definition(num_tokens, num_items, tile, monkeypatch):
+def test_in_place_cross_entropy_equals_reference(num_tokens, num_items, tile, monkeypatch):
     monkeypatch.setattr("nestrec.ops.losses.cross_entropy.TILE_ELEMENTS", tile)
     torch.manual_seed(0)
-    query = torch.randn(num_tokens, 4, dtype=torch.float64) * 300  # logits whose exponentials have no number
+    query = torch.randn(num_tokens, 4, dtype=torch.float64) * 300  # the exponentials of such logits overflow
     rows = torch.randn(num_items, 4, dtype=torch.float64)
     target = torch.randint(num_items, (num_tokens,))
     found = []
-    for cross_entropy in (full_cross_entropy, kept_cross_entropy):
+    for cross_entropy in (full_cross_entropy, in_place_cross_entropy):
         leaves = query.clone().requires_grad_(), rows.clone().requires_grad_()
         loss = cross_entropy(*leaves, target)
         (loss * torch.linspace(0.5, 1.5, num_tokens, dtype=torch.float64)).sum().backward()
         found.append([loss.detach(), leaves[0].grad, leaves[1].grad])
-    for defined, kept in zip(*found, strict=True):
-        torch.testing.assert_close(kept, defined, rtol=1e-11, atol=1e-11)
+    for expected, actual in zip(*found, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-11, atol=1e-11)
 
 
-def test_kept_logits_are_all_that_is_kept():
-    """One number for each token and item between the passes; they are used up by the backward pass."""
+def test_in_place_cross_entropy_stores_logits_once():
+    """One number per token and item is stored between the passes; the backward pass overwrites it."""
     query, rows = torch.randn(64, 8, requires_grad=True), torch.randn(3000, 8, requires_grad=True)
     target = torch.randint(3000, (64,))
-    loss = kept_cross_entropy(query, rows, target)
+    loss = in_place_cross_entropy(query, rows, target)
     assert loss.grad_fn is not None
     assert sum(logits.numel() for logits in loss.grad_fn.logits) == 64 * 3000
     loss.sum().backward()

@@ -1,4 +1,4 @@
-"""The functional time bias: its formula, its gradients, and what is asked of its inputs."""
+"""The functional time bias: formula, gradients and required inputs."""
 
 import math
 
@@ -17,7 +17,7 @@ def values(scalars, delta_s):
     return functional_time_bias(scalars, delta_s[None], delta_s.new_zeros(1, len(delta_s)))[0, :, 0]
 
 
-def test_it_is_the_published_power_of_gamma():
+def test_time_function_equals_published_formula():
     amplitude = SCALARS[0]
     scale = math.exp(SCALARS[1])
     power = math.exp(SCALARS[2])
@@ -27,13 +27,13 @@ def test_it_is_the_published_power_of_gamma():
     torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-300)
 
 
-def test_gradients_are_those_of_finite_differences():
+def test_time_function_gradients_equal_finite_differences():
     scalars = torch.tensor(SCALARS, dtype=torch.float64).requires_grad_()
     assert torch.autograd.gradcheck(lambda s: values(s, FAR), (scalars,))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-def test_values_and_gradients_are_finite_whatever_is_learnt(dtype):
+def test_time_function_is_finite_for_extreme_parameters(dtype):
     for scale in (-60.0, 0.0, 60.0):
         for power in (-60.0, 0.0, 60.0):
             scalars = torch.tensor([3.0, scale, power], dtype=dtype).requires_grad_()
@@ -44,7 +44,7 @@ def test_values_and_gradients_are_finite_whatever_is_learnt(dtype):
             assert gradient.isfinite().all()
 
 
-def test_it_falls_over_the_times_that_histories_span_before_anything_is_learnt():
+def test_time_function_initially_decays_over_history():
     scalars = initial_time_function().detach()
     minute, day, month = (values(scalars, torch.tensor([60.0 * n], dtype=torch.float64)) for n in (1, 1440, 43200))
     assert (minute / scalars[0] > 0.9).all()
@@ -52,7 +52,7 @@ def test_it_falls_over_the_times_that_histories_span_before_anything_is_learnt()
     assert (month / scalars[0] < 0.05).all()
 
 
-def test_fuxis_temporal_channel_equals_its_definition():
+def test_time_function_fuxi_channel_equals_reference():
     generator = torch.Generator().manual_seed(1)
     offsets = torch.tensor([0, 4, 4, 11])
     v = torch.randn(11, 6, generator=generator, dtype=torch.float64)
@@ -69,7 +69,7 @@ def test_fuxis_temporal_channel_equals_its_definition():
     torch.testing.assert_close(fast, slow, rtol=0, atol=1e-12)
 
 
-def test_a_function_needs_times_and_stands_alone():
+def test_time_function_requires_times():
     scalars = torch.tensor(SCALARS)
     time = torch.zeros(2, dtype=torch.float64)
     with pytest.raises(UserError, match="time_function"):

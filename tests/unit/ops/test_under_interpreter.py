@@ -1,4 +1,4 @@
-"""Triton kernels where there is no GPU: their own tests, in a process in which Triton interprets."""
+"""Runs the tests of Triton kernels in the Triton interpreter, in a separate process, without a GPU."""
 
 import importlib.util
 import os
@@ -9,33 +9,33 @@ from pathlib import Path
 import pytest
 
 TESTS = Path(__file__).resolve().parents[2]
-WARNS = [
+WARNINGS = [
     "ignore:Conversion of an array with ndim:DeprecationWarning",
     "ignore:overflow encountered:RuntimeWarning",
     "ignore:divide by zero:RuntimeWarning",
     "ignore:invalid value:RuntimeWarning",
 ]
-"""By the interpreter, of its own use of numpy: conversions, and exponentials of masked logits."""
+"""Warnings that the interpreter causes by its use of numpy: conversions, and exponentials of masked logits."""
 LOSSES = ["unit/ops/test_sampled_losses.py", "unit/ops/test_tiled_cross_entropy.py"]
 LARGE_LOSSES = (
     "(sampled_losses or tiled_cross_entropy)"
     " and not ((fused and (shape0 or shape2 or shape3)) or tile1-shape2 or popular)"
 )
-"""the interpreter is slow"""
-LONG_SUMS = "sums_are and ((3000 and not dtype2) or (1500 and not dtype0))"
-MORE_LAYERS = "ways_into and (dtype0-2-rms or dtype0-1-layer or dtype1-3-rms)"
-MORE_BIASES = "by_bias_alone and ((lengths0 and dtype1) or (lengths1 and dtype0))"
-FEW = " and ".join(f"not ({cases})" for cases in (LARGE_LOSSES, LONG_SUMS, MORE_LAYERS, MORE_BIASES))
-"""Every shape and every type occurs, not every pair of them."""
+"""Cases that take too long in the interpreter."""
+LONG_SUMS = "test_sum_by_index_is_bitwise and ((3000 and not dtype2) or (1500 and not dtype0))"
+MORE_LAYERS = "test_layer_inputs_and_outputs and (dtype0-2-rms or dtype0-1-layer or dtype1-3-rms)"
+MORE_BIASES = "test_bias_only_attention_equals and ((lengths0 and dtype1) or (lengths1 and dtype0))"
+SHORT_SELECTION = " and ".join(f"not ({cases})" for cases in (LARGE_LOSSES, LONG_SUMS, MORE_LAYERS, MORE_BIASES))
+"""Selects every shape and every dtype, but not every combination of them."""
 ROWS_AND_LAYERS = ["gpu/test_row_kernels_gpu.py", "gpu/test_layers_gpu.py", "gpu/test_fp8_gpu.py"]
-BEST_ROWS = "gpu/test_best_rows_gpu.py"
+TOP_K = "gpu/test_best_rows_gpu.py"
 ATTENTION = ["unit/ops/test_attention_kernels.py", "unit/ops/test_time_nodes.py"]
-PAGES = ["unit/ops/test_paged_attention.py", "serve/test_paged_batches.py"]
+PAGED_ATTENTION = ["unit/ops/test_paged_attention.py", "serve/test_paged_batches.py"]
 KERNELS = {
-    "all": [*ROWS_AND_LAYERS, BEST_ROWS, *LOSSES, *ATTENTION, *PAGES, "-m", "not slow", "-k", FEW],
+    "all": [*ROWS_AND_LAYERS, TOP_K, *LOSSES, *ATTENTION, *PAGED_ATTENTION, "-m", "not slow", "-k", SHORT_SELECTION],
     "more cases of rows and layers": [*ROWS_AND_LAYERS, "-m", "gpu"],
     "more cases of attention": [*ATTENTION, "-m", "slow"],
-    "more cases of pages": [*PAGES, "-m", "slow"],
+    "more cases of pages": [*PAGED_ATTENTION, "-m", "slow"],
 }
 
 
@@ -44,12 +44,12 @@ KERNELS = {
 @pytest.mark.parametrize(
     "kernels", [pytest.param(name, marks=[pytest.mark.slow] if "more" in name else []) for name in KERNELS]
 )
-def test_kernels_pass_their_tests_under_the_interpreter(kernels):
-    warns = [word for warning in WARNS for word in ("-W", warning)]
+def test_kernels_pass_tests_in_triton_interpreter(kernels):
+    warning_options = [word for warning in WARNINGS for word in ("-W", warning)]
     tests = [str(TESTS / word) if word.endswith(".py") else word for word in KERNELS[kernels]]
     plugins = ["-p", "no:cacheprovider", "-p", "support.fast_interpreter"]
-    command = [sys.executable, "-m", "pytest", "-q", *plugins, "-rs", *warns, *tests]
+    command = [sys.executable, "-m", "pytest", "-q", *plugins, "-rs", *warning_options, *tests]
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
-    assert "TRITON_INTERPRET" not in done.stdout, "skipped for want of what was set"
+    assert "TRITON_INTERPRET" not in done.stdout, "TRITON_INTERPRET was set, but tests were skipped for lack of it"

@@ -1,4 +1,4 @@
-"""The dense side of an update: clipping, decay of rates and of weights, running means."""
+"""The dense update: gradient clipping, learning rate schedules, weight decay and EMA weights."""
 
 import math
 
@@ -13,10 +13,10 @@ from nestrec.pipeline.dense.dense_optimizer import AdamW, DenseOptimizer, Optimi
 CPU = torch.device("cpu")
 
 
-def updated(
+def train_small_model(
     cfg: OptimizerConfig, num_steps: int = 5, scale: float = 1.0
 ) -> tuple[nn.Module, DenseOptimizer, list[float]]:
-    """A small model after some steps of made-up gradients, and their norms."""
+    """Return a small model after some steps with random gradients, its optimizer and the gradient norms."""
     torch.manual_seed(3)
     model = nn.Linear(4, 3)
     dense = DenseOptimizer(model, cfg, Topology.single(), CPU)
@@ -30,22 +30,27 @@ def updated(
     return model, dense, norms
 
 
-def test_a_long_gradient_is_scaled_to_the_norm_and_a_short_one_stays_to_the_bit() -> None:
-    plain, clipped = (updated(OptimizerConfig(clip_norm=clip))[0] for clip in (None, 100.0))
+def test_gradient_clipping_scales_only_long_gradients() -> None:
+    plain, clipped = (train_small_model(OptimizerConfig(max_grad_norm=clip))[0] for clip in (None, 100.0))
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), clipped.parameters(), strict=True))
-    # AdamW does not see the scale of a gradient but through eps, so that is made large.
-    cfg = OptimizerConfig(learning_rate=0.1, clip_norm=0.5, eps=1.0)
-    model, _, norms = updated(cfg, 1)
-    by_hand, _, _ = updated(OptimizerConfig(learning_rate=0.1, eps=1.0), 1, scale=0.5 / norms[0])
-    assert norms[0] > 1, "told as it was"
-    for a, b in zip(model.parameters(), by_hand.parameters(), strict=True):
+    # The scale of a gradient affects AdamW only through eps, so eps is large here.
+    cfg = OptimizerConfig(learning_rate=0.1, max_grad_norm=0.5, eps=1.0)
+    model, _, norms = train_small_model(cfg, 1)
+    expected, _, _ = train_small_model(OptimizerConfig(learning_rate=0.1, eps=1.0), 1, scale=0.5 / norms[0])
+    assert norms[0] > 1, "the reported norm is that before clipping"
+    for a, b in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize(("decay", "half"), [("linear", 0.55), ("cosine", 0.55)])
-def test_rates_grow_then_fall_to_what_is_left(decay: str, half: float) -> None:
+def test_lr_schedule_warms_up_then_decays_to_final_fraction(decay: str, half: float) -> None:
     cfg = OptimizerConfig(
-        learning_rate=2.0, table_learning_rate=4.0, warmup_steps=4, decay=decay, decay_steps=10, final_rate=0.1
+        learning_rate=2.0,
+        table_learning_rate=4.0,
+        warmup_steps=4,
+        lr_schedule=decay,
+        lr_decay_steps=10,
+        final_lr_fraction=0.1,
     )
     assert cfg.rates(2).dense == 1.0
     assert cfg.rates(4).dense == 2.0
@@ -56,48 +61,48 @@ def test_rates_grow_then_fall_to_what_is_left(decay: str, half: float) -> None:
     assert cfg.rates(6).dense == pytest.approx(2.0 * quarter)
 
 
-@pytest.mark.parametrize("given", [{"decay": "cosine"}, {"decay_steps": 10}])
-def test_a_decay_without_steps_is_refused_and_steps_without_a_decay(given: dict[str, object]) -> None:
-    with pytest.raises(UserError, match="goes with decay_steps"):
-        OptimizerConfig(**given)  # type: ignore[arg-type]
+@pytest.mark.parametrize("options", [{"lr_schedule": "cosine"}, {"lr_decay_steps": 10}])
+def test_lr_schedule_and_decay_steps_require_each_other(options: dict[str, object]) -> None:
+    with pytest.raises(UserError, match="must be set together"):
+        OptimizerConfig(**options)  # type: ignore[arg-type]
 
 
-def test_only_matrices_decay_where_that_is_asked_for() -> None:
+def test_weight_decay_on_matrices_excludes_biases() -> None:
     torch.manual_seed(0)
-    cfg = OptimizerConfig(learning_rate=0.01, weight_decay=0.3, weight_decay_of="matrices")
-    mine = {"matrix": nn.Parameter(torch.randn(5, 3)), "bias": nn.Parameter(torch.randn(7))}
-    theirs = {name: nn.Parameter(weight.detach().clone()) for name, weight in mine.items()}
+    cfg = OptimizerConfig(learning_rate=0.01, weight_decay=0.3, weight_decay_on="matrices")
+    weights = {"matrix": nn.Parameter(torch.randn(5, 3)), "bias": nn.Parameter(torch.randn(7))}
+    expected = {name: nn.Parameter(weight.detach().clone()) for name, weight in weights.items()}
     groups = [
-        {"params": [theirs["matrix"]], "weight_decay": 0.3},
-        {"params": [theirs["bias"]], "weight_decay": 0.0},
+        {"params": [expected["matrix"]], "weight_decay": 0.3},
+        {"params": [expected["bias"]], "weight_decay": 0.0},
     ]
     torchs = torch.optim.AdamW(groups, lr=0.01, betas=(cfg.beta1, cfg.beta2), eps=cfg.eps, foreach=True)
-    ours = AdamW(mine, cfg, CPU)
+    ours = AdamW(weights, cfg, CPU)
     for _ in range(6):
-        for name, weight in mine.items():
+        for name, weight in weights.items():
             weight.grad = torch.randn_like(weight)
-            theirs[name].grad = weight.grad.clone()
+            expected[name].grad = weight.grad.clone()
         ours.step(0.01)
         torchs.step()
-    assert all(torch.equal(weight, theirs[name]) for name, weight in mine.items())
+    assert all(torch.equal(weight, expected[name]) for name, weight in weights.items())
 
 
-def test_running_means_are_kept_used_and_given_back() -> None:
-    model, dense, _ = updated(OptimizerConfig(learning_rate=0.1, ema=0.75), 6)
+def test_ema_weights_are_averaged_swapped_and_restored() -> None:
+    model, dense, _ = train_small_model(OptimizerConfig(learning_rate=0.1, ema_decay=0.75), 6)
     torch.manual_seed(3)
     mean = nn.Linear(4, 3).weight.detach().clone()
     for steps in range(1, 7):
-        mean.lerp_(updated(OptimizerConfig(learning_rate=0.1), steps)[0].weight.detach(), 0.25)
+        mean.lerp_(train_small_model(OptimizerConfig(learning_rate=0.1), steps)[0].weight.detach(), 0.25)
     last = model.weight.detach().clone()
     with dense.averaged():
         assert torch.equal(model.weight, mean)
     assert torch.equal(model.weight, last)
     saved = {name: tensor.clone() for name, tensor in dense.tensors().items()}
-    other, again, _ = updated(OptimizerConfig(learning_rate=0.1, ema=0.75), 2)
+    other, again, _ = train_small_model(OptimizerConfig(learning_rate=0.1, ema_decay=0.75), 2)
     again.load(saved)
     with again.averaged():
         assert torch.equal(other.weight, mean)
-    begun, fresh, _ = updated(OptimizerConfig(ema=0.75), 2)
+    new_model, fresh, _ = train_small_model(OptimizerConfig(ema_decay=0.75), 2)
     fresh.load({name: tensor for name, tensor in saved.items() if not name.startswith("mean/")})
     with fresh.averaged():
-        assert torch.equal(begun.weight, last), "of a run that kept none, they begin with its weights"
+        assert torch.equal(new_model.weight, last), "without saved averages, the averages start from the weights"

@@ -1,4 +1,4 @@
-"""After a step that is a fence nothing is under way: what reads the tables then reads what the step has left."""
+"""After a fence step no operation is in flight, so that a reader of the tables sees the state after that step."""
 
 import threading
 
@@ -14,17 +14,17 @@ from nestrec.pipeline.lanes import Label
 
 
 @pytest.mark.parametrize("lane", ["transfer", "communication", "lookup"])
-def test_a_fence_waits_for_every_lane(lane):
+def test_fence_waits_for_every_lane(lane):
     tables = [TableConfig(name="t", dim=2)]
     pipeline = TrainingPipeline(torch.nn.Linear(1, 1), tables, schedule="nested", topology=Topology.single())
-    machine = pipeline.schedule._machine
+    runner = pipeline.schedule._runner
     go = threading.Event()
     done = threading.Event()
     batch = Batch(BatchPosition(), 1.0, torch.arange(1).numpy(), (), tokens=torch.arange(1).numpy())
     timer = threading.Timer(0.2, go.set)
-    with machine.step(TrainingStep(number=1, batch=batch, rates=LearningRates(dense=0.1, tables=0.1), is_fence=True)):
+    with runner.step(TrainingStep(number=1, batch=batch, rates=LearningRates(dense=0.1, tables=0.1), is_fence=True)):
         label = Label(name="slow", kind="lookup", step=1)
-        getattr(machine.lanes, lane).submit(lambda span: go.wait(30) and done.set(), label)
+        getattr(runner.lanes, lane).submit(lambda span: go.wait(30) and done.set(), label)
         timer.start()
     assert done.is_set()
     pipeline.close()

@@ -1,4 +1,4 @@
-"""Lanes run tasks in order, pass errors on, and leave spans that say who waited for whom."""
+"""Lanes run tasks in order, propagate errors, and record spans with the awaited span."""
 
 import gc
 import threading
@@ -22,16 +22,16 @@ def tracer():
     return Tracer()
 
 
-def test_a_lane_runs_its_tasks_in_order_and_tickets_carry_results(tracer):
+def test_lane_runs_tasks_in_order_and_returns_futures(tracer):
     lane = Lane("a", tracer, RunAheadLimiter(CPU))
-    seen = []
-    tickets = [lane.submit(lambda span, i=i: seen.append(i) or i * i, label("t")) for i in range(20)]
-    assert [ticket.wait() for ticket in tickets] == [i * i for i in range(20)]
-    assert seen == list(range(20))
+    events = []
+    tickets = [lane.submit(lambda span, i=i: events.append(i) or i * i, label("t")) for i in range(20)]
+    assert [ticket.result() for ticket in tickets] == [i * i for i in range(20)]
+    assert events == list(range(20))
     lane.close()
 
 
-def test_a_task_waits_for_tasks_of_other_lanes(tracer):
+def test_lane_task_waits_for_futures_of_other_lanes(tracer):
     first = Lane("a", tracer, RunAheadLimiter(CPU))
     second = Lane("b", tracer, RunAheadLimiter(CPU))
     go = threading.Event()
@@ -39,14 +39,14 @@ def test_a_task_waits_for_tasks_of_other_lanes(tracer):
     after = second.submit(lambda span: "done", label("after"), after=[slow])
     assert not after._done.is_set()
     go.set()
-    assert after.wait() == "done"
+    assert after.result() == "done"
     first.close()
     second.close()
     spans = {span.name: span for span in tracer.spans() if span.kind != "wait"}
     assert spans["after"].start_ns >= spans["slow"].end_ns
 
 
-def test_an_error_stops_its_lane_and_whoever_waits_for_it(tracer):
+def test_lane_error_stops_lane_and_waiters(tracer):
     first = Lane("a", tracer, RunAheadLimiter(CPU))
     second = Lane("b", tracer, RunAheadLimiter(CPU))
     ran = []
@@ -59,49 +59,49 @@ def test_an_error_stops_its_lane_and_whoever_waits_for_it(tracer):
     dependent = second.submit(lambda span: ran.append(2), label("dependent"), after=[failing])
     for ticket in (failing, later, dependent):
         with pytest.raises(ValueError, match="broken"):
-            ticket.wait()
+            ticket.result()
     assert not ran
     first.close()
     second.close()
 
 
-def test_a_wait_names_the_span_that_it_waited_for(tracer):
+def test_lane_wait_span_names_awaited_span(tracer):
     lane = Lane("a", tracer, RunAheadLimiter(CPU))
     go = threading.Event()
     ticket = lane.submit(lambda span: go.wait(60), label("slow", step=7))
     wait_for_end = ticket._done.wait
-    ticket._done.wait = lambda: (go.set(), wait_for_end())  # the task goes on when it is waited for
+    ticket._done.wait = lambda: (go.set(), wait_for_end())  # the task continues when a caller waits for it
     with tracer.context(lane="compute", step=8):
-        ticket.wait()
+        ticket.result()
     lane.close()
     slow, wait = (next(s for s in tracer.spans() if s.name == name) for name in ("slow", "wait"))
     assert (slow.lane, slow.step, wait.lane, wait.step) == ("a", 7, "compute", 8)
     assert wait.awaits == slow.id
 
 
-def test_drain_waits_for_all_lanes(tracer):
+def test_lanes_drain_waits_for_all_lanes(tracer):
     lanes = Lanes(tracer, RunAheadLimiter(CPU))
-    seen = []
+    events = []
     for lane in (lanes.transfer, lanes.communication, lanes.lookup):
         for _ in range(5):
-            lane.submit(lambda span, name=lane.name: seen.append(name), label("t"))
+            lane.submit(lambda span, name=lane.name: events.append(name), label("t"))
     lanes.drain()
-    assert len(seen) == 15
+    assert len(events) == 15
     lanes.close()
 
 
-def test_lane_keeps_results_for_as_long_as_steps_may_use_them(tracer):
-    """On a GPU the memory of a dropped result could be given to another tensor while a kernel still reads it."""
+def test_lane_retains_results_while_steps_may_use_them(tracer):
+    """On a GPU, the memory of a freed result could be reused while a kernel still reads it."""
     run_ahead = RunAheadLimiter(torch.device("cuda"))
     lane = Lane("a", tracer, RunAheadLimiter(CPU))
     lane._run_ahead = run_ahead
     results = [torch.ones(3)]
-    kept = weakref.ref(results[0])
-    lane.submit(lambda span: results.pop(), label("t")).wait()
+    reference = weakref.ref(results[0])
+    lane.submit(lambda span: results.pop(), label("t")).result()
     gc.collect()
-    assert kept() is not None
+    assert reference() is not None
     lane.close()
-    run_ahead._now.clear()
+    run_ahead._current_step.clear()
     del lane
     gc.collect()
-    assert kept() is None
+    assert reference() is None

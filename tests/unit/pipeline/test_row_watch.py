@@ -1,4 +1,4 @@
-"""Rows that are no longer finite are noticed by every schedule, although no loss ever meets them."""
+"""Every schedule reports rows that are no longer finite, even if they do not affect the loss."""
 
 from collections.abc import Mapping
 
@@ -17,7 +17,7 @@ NUM_STEPS, BAD_STEP, BAD_KEY = 7, 3, 31
 
 
 class Gradients:
-    """A loss of nothing, whose gradient is huge for one row."""
+    """A constant loss with a huge gradient for one row."""
 
     couples_samples = "micro_batch"
 
@@ -34,7 +34,7 @@ class Gradients:
 
 
 def batch_of(number: int) -> Batch:
-    """Rows of its own and one that all share, in two micro-batches; one row that only the third batch has."""
+    """Return a batch of two micro-batches with unique keys and a shared one; only batch BAD_STEP has BAD_KEY."""
     bad = [BAD_KEY] if number == BAD_STEP else []
     keys = [{"good": np.array([0, 2 * number + part]), "bad": np.array([*bad, 1, 40 + number])} for part in range(2)]
     parts = [MicroBatch(np.array([part]), keys[part], {}, max_length=1, num_tokens=1) for part in range(2)]
@@ -43,25 +43,27 @@ def batch_of(number: int) -> Batch:
 
 @pytest.mark.parametrize("optimizer", ["sgd", "rowwise_adagrad"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_rows_that_are_not_finite_are_told_with_the_totals_of_one_of_the_next_steps(schedule, optimizer):
+def test_finite_row_check_reports_within_next_steps(schedule, optimizer):
     tables = [
         TableConfig(name=name, dim=4, num_rows=60, optimizer=RowOptimizerConfig(kind=optimizer))
         for name in ("good", "bad")
     ]
     engine = EmbeddingEngine(tables, Topology.single())
     dense = DenseOptimizer(
-        torch.nn.Linear(1, 1), OptimizerConfig(), Topology.single(), torch.device("cpu"), engine.row_watch
+        torch.nn.Linear(1, 1), OptimizerConfig(), Topology.single(), torch.device("cpu"), engine.finite_row_check
     )
     pipeline = PipelineCore.build(Gradients(), engine, dense, schedule)
     feed = LookaheadIterator(batch_of(number) for number in range(1, NUM_STEPS + 1))
-    told = []
+    is_finite = []
     for number in range(1, NUM_STEPS + 1):
         step = TrainingStep(
             number=number, batch=next(feed), rates=LearningRates(dense=0.1, tables=10.0), is_fence=number == NUM_STEPS
         )
-        told.append(torch.isfinite(pipeline.schedule.advance(step, feed).rows).tolist())
-    assert told[: BAD_STEP - 1] == [[True, True]] * (BAD_STEP - 1)
-    assert told[BAD_STEP + 1 :] == [[True, False]] * (NUM_STEPS - BAD_STEP - 1), "which table, and at most a step late"
+        is_finite.append(torch.isfinite(pipeline.schedule.advance(step, feed).rows).tolist())
+    assert is_finite[: BAD_STEP - 1] == [[True, True]] * (BAD_STEP - 1)
+    assert is_finite[BAD_STEP + 1 :] == [[True, False]] * (NUM_STEPS - BAD_STEP - 1), (
+        "the table must be reported at most one step late"
+    )
     engine.clear("bad")
-    assert torch.isfinite(engine.row_watch.seen()).all(), "a table that is loaded anew is watched anew"
+    assert torch.isfinite(engine.finite_row_check.non_finite_markers()).all(), "clearing a table resets its check"
     pipeline.close()

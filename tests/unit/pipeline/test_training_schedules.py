@@ -1,4 +1,4 @@
-"""The training loop under each schedule: the same run to the bit, through evaluations, saves, stops and resumes."""
+"""Runs of the training loop are bitwise identical under exact schedules, with evaluations, saves, stops and resumes."""
 
 import json
 import os
@@ -20,7 +20,12 @@ from support.fail_points import armed
 from support.tiny_runs import config_of, make_datasets
 
 EXACT = ["dual_buffer", "frozen_window", "nested"]
-RUN = {"training.max_steps": 11, "training.epochs": 9, "training.checkpoint_every_steps": 4, "batch.micro_batches": 3}
+RUN = {
+    "training.max_steps": 11,
+    "training.epochs": 9,
+    "training.checkpoint_every_steps": 4,
+    "batch.num_micro_batches": 3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -31,15 +36,15 @@ def tiny_data(tmp_path_factory) -> Path:
 
 
 def run(family: str, data: Path, folder: Path, schedule: str, **more: object) -> dict[str, str]:
-    given = {**RUN, "pipeline.schedule": schedule, **{name.replace("__", "."): value for name, value in more.items()}}
-    Trainer(config_of(family, data, given), folder, Topology.single()).train()
+    options = {**RUN, "pipeline.schedule": schedule, **{name.replace("__", "."): value for name, value in more.items()}}
+    Trainer(config_of(family, data, options), folder, Topology.single()).train()
     return run_digest(folder)
 
 
 @pytest.mark.parametrize(
     "family", ["hstu", "rows", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sasrec", "ranking"))]
 )
-def test_a_run_under_any_exact_schedule_is_the_serial_run(tiny_data, tmp_path, family):
+def test_schedule_runs_are_bitwise_identical_to_serial(tiny_data, tmp_path, family):
     expected = run(family, tiny_data, tmp_path / "serial", "serial")
     for schedule in EXACT:
         assert run(family, tiny_data, tmp_path / schedule, schedule) == expected
@@ -48,12 +53,12 @@ def test_a_run_under_any_exact_schedule_is_the_serial_run(tiny_data, tmp_path, f
 @pytest.mark.parametrize(
     "clustering", ["greedy", *(pytest.param(name, marks=pytest.mark.slow) for name in ("refined", "edges"))]
 )
-def test_clustered_runs_agree_between_schedules_and_differ_only_in_rounding(tiny_data, tmp_path, clustering):
-    unmeasured = {"training__evaluate_every_epochs": 0}
-    more = {"pipeline__clustering": clustering, "pipeline__window_cache": True, **unmeasured}
+def test_schedule_runs_with_clustering_agree(tiny_data, tmp_path, clustering):
+    without_evaluation = {"training__eval_every_epochs": 0}
+    more = {"pipeline__clustering": clustering, "pipeline__window_cache": True, **without_evaluation}
     serial, nested = (run("hstu", tiny_data, tmp_path / s, s, **more) for s in ("serial", "nested"))
     assert nested == serial
-    plain = run("hstu", tiny_data, tmp_path / "plain", "serial", **unmeasured)
+    plain = run("hstu", tiny_data, tmp_path / "plain", "serial", **without_evaluation)
     assert plain["consumed"] == serial["consumed"]
     assert plain["table items"] != serial["table items"]
 
@@ -67,59 +72,62 @@ def test_clustered_runs_agree_between_schedules_and_differ_only_in_rounding(tiny
         *(pytest.param(name, marks=pytest.mark.slow) for name in ("dual_buffer", "frozen_window", "stale")),
     ],
 )
-def test_told_to_stop_in_a_full_pipeline_it_resumes_exactly(tiny_data, tmp_path, schedule):
-    """Rows that the batches after a stop had read already are late in the run without a stop, and so they stay."""
-    more = {"training__max_steps": 14, "training__incremental_saves": 2}
+def test_schedule_stop_in_full_pipeline_resumes_exactly(tiny_data, tmp_path, schedule):
+    """Rows that batches after the stop had already read stay stale, as in the run without a stop."""
+    more = {"training__max_steps": 14, "training__incremental_checkpoints": 2}
     more |= {"pipeline__stale_steps": 2} if schedule == "stale" else {}
-    expected = run("rows", tiny_data, tmp_path / "whole", "serial" if schedule in EXACT else schedule, **more)
-    given = {**RUN, "pipeline.schedule": schedule, **{name.replace("__", "."): value for name, value in more.items()}}
-    for stops, at in enumerate((6, 1), start=1):
-        trainer = Trainer(config_of("rows", tiny_data, given), tmp_path / "cut", Topology.single())
+    expected = run("rows", tiny_data, tmp_path / "reference", "serial" if schedule in EXACT else schedule, **more)
+    options = {**RUN, "pipeline.schedule": schedule, **{name.replace("__", "."): value for name, value in more.items()}}
+    for stops, nth_call in enumerate((6, 1), start=1):
+        trainer = Trainer(config_of("rows", tiny_data, options), tmp_path / "stopped", Topology.single())
         with (
-            armed("train.step", lambda: os.kill(os.getpid(), signal.SIGTERM), at=at),
+            armed("train.step", lambda: os.kill(os.getpid(), signal.SIGTERM), at=nth_call),
             pytest.raises(RunInterruptedError),
         ):
             trainer.train()
-        assert trainer.state.step == (9, 13)[stops - 1], "between two saves"
-    assert run("rows", tiny_data, tmp_path / "cut", schedule, **more) == expected
+        assert trainer.state.step == (9, 13)[stops - 1], "the stop must be between two checkpoints"
+    assert run("rows", tiny_data, tmp_path / "stopped", schedule, **more) == expected
 
 
 @pytest.mark.parametrize("schedule", ["stale", "semi_async"])
-def test_told_to_stop_at_a_step_that_is_saved_anyway_it_reads_anew_as_without_a_stop(tiny_data, tmp_path, schedule):
-    expected = run("rows", tiny_data, tmp_path / "whole", schedule)
+def test_schedule_stop_at_checkpoint_step_resumes_exactly(tiny_data, tmp_path, schedule):
+    expected = run("rows", tiny_data, tmp_path / "reference", schedule)
     trainer = Trainer(
-        config_of("rows", tiny_data, {**RUN, "pipeline.schedule": schedule}), tmp_path / "cut", Topology.single()
+        config_of("rows", tiny_data, {**RUN, "pipeline.schedule": schedule}), tmp_path / "stopped", Topology.single()
     )
-    with armed("train.step", lambda: os.kill(os.getpid(), signal.SIGTERM), at=5), pytest.raises(RunInterruptedError):
+    with (
+        armed("train.step", lambda: os.kill(os.getpid(), signal.SIGTERM), at=5),
+        pytest.raises(RunInterruptedError),
+    ):
         trainer.train()
     assert trainer.state.step == 8
-    assert run("rows", tiny_data, tmp_path / "cut", schedule) == expected
+    assert run("rows", tiny_data, tmp_path / "stopped", schedule) == expected
 
 
-def test_a_crash_in_a_full_pipeline_resumes_exactly(tiny_data, tmp_path):
+def test_schedule_crash_in_full_pipeline_resumes_exactly(tiny_data, tmp_path):
     class Crash(Exception):
         pass
 
     def crash() -> None:
         raise Crash
 
-    expected = run("rows", tiny_data, tmp_path / "whole", "serial")
-    given = {**RUN, "pipeline.schedule": "nested"}
-    trainer = Trainer(config_of("rows", tiny_data, given), tmp_path / "cut", Topology.single())
+    expected = run("rows", tiny_data, tmp_path / "reference", "serial")
+    options = {**RUN, "pipeline.schedule": "nested"}
+    trainer = Trainer(config_of("rows", tiny_data, options), tmp_path / "stopped", Topology.single())
     with armed("train.step", crash, at=6), pytest.raises(Crash):
         trainer.train()
-    assert run("rows", tiny_data, tmp_path / "cut", "nested") == expected
+    assert run("rows", tiny_data, tmp_path / "stopped", "nested") == expected
 
 
-def test_stale_trains_and_is_another_run(tiny_data, tmp_path):
+def test_schedule_stale_differs_from_serial(tiny_data, tmp_path):
     serial = run("hstu", tiny_data, tmp_path / "serial", "serial")
     assert run("hstu", tiny_data, tmp_path / "stale", "stale", pipeline__stale_steps=2) != serial
 
 
 @pytest.mark.parametrize("schedule", ["serial", "stale", "semi_async"])
-def test_a_table_with_a_time_to_live_trains_and_is_measured_while_no_row_is_admitted(tiny_data, tmp_path, schedule):
-    more = {"task__table_store__eviction": "ttl", "task__table_store__ttl_steps": 3, "training__epochs": 1}
-    digest = run("rows", tiny_data, tmp_path, schedule, task__table_store__admission_count=1000, **more)
+def test_schedule_with_ttl_table_before_admission(tiny_data, tmp_path, schedule):
+    more = {"task__table_store__eviction_policy": "ttl", "task__table_store__ttl_steps": 3, "training__epochs": 1}
+    digest = run("rows", tiny_data, tmp_path, schedule, task__table_store__admission_threshold=1000, **more)
     assert digest["table categories"] == "empty"
     assert '"kind": "evaluation"' in (tmp_path / "metrics.jsonl").read_text()
 
@@ -127,14 +135,14 @@ def test_a_table_with_a_time_to_live_trains_and_is_measured_while_no_row_is_admi
 @pytest.mark.parametrize(
     "negatives", ["in_batch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("groups", "popularity"))]
 )
-def test_losses_that_couple_the_samples_of_a_micro_batch_are_those_of_serial(tiny_data, tmp_path, negatives):
+def test_schedule_coupled_losses_equal_serial(tiny_data, tmp_path, negatives):
     sharing = 1 if negatives == "groups" else 3
     more = {
         "task__negatives__sampler": negatives,
-        "task__negatives__sharing": sharing,
-        "task__negatives__variant": "fused",
-        "task__negatives__lookup": "float16",
-        "training__evaluate_every_epochs": 0,
+        "task__negatives__logit_sharing": sharing,
+        "task__negatives__loss_variant": "fused",
+        "task__negatives__lookup_dtype": "float16",
+        "training__eval_every_epochs": 0,
     }
     expected = run("hstu", tiny_data, tmp_path / "serial", "serial", **more)
     for schedule in [*EXACT, "priority"]:
@@ -143,19 +151,19 @@ def test_losses_that_couple_the_samples_of_a_micro_batch_are_those_of_serial(tin
         assert run("hstu", tiny_data, tmp_path / schedule, schedule, **more)["consumed"] == expected["consumed"]
 
 
-def test_a_delay_of_nothing_is_refused():
+def test_schedule_rejects_zero_delay():
     from nestrec.pipeline import PipelineConfig
 
     with pytest.raises(UserError, match="must be 1 or more"):
         PipelineConfig(schedule="stale", stale_steps=0)
 
 
-def test_auto_chooses_a_window_logs_it_saves_it_and_can_be_replayed(tiny_data, tmp_path):
+def test_schedule_auto_micro_batches_are_logged_and_replayed(tiny_data, tmp_path):
     auto = {
-        "batch__micro_batches": "auto",
+        "batch__num_micro_batches": "auto",
         "training__max_steps": 90,
         "training__epochs": 60,
-        "training__evaluate_every_epochs": 0,
+        "training__eval_every_epochs": 0,
         "training__checkpoint_every_steps": 45,
     }
     run("hstu", tiny_data, tmp_path / "auto", "nested", **auto)
@@ -166,11 +174,11 @@ def test_auto_chooses_a_window_logs_it_saves_it_and_can_be_replayed(tiny_data, t
     changes = restored.state["train"]["window_changes"]
     assert len(changes) == len(logged) == 2
     assert changes[0]["micro_batches"] == 8
-    again = {**auto, "pipeline__replay": json.dumps(changes)}
+    again = {**auto, "pipeline__replay_changes": json.dumps(changes)}
     assert run("hstu", tiny_data, tmp_path / "again", "serial", **again) == run_digest(tmp_path / "auto")
 
 
-def test_a_run_leaves_a_trace_whose_parts_add_up_and_which_perfetto_opens(tiny_data, tmp_path):
+def test_schedule_trace_adds_up_and_exports_to_perfetto(tiny_data, tmp_path):
     run(
         "hstu",
         tiny_data,
@@ -178,18 +186,22 @@ def test_a_run_leaves_a_trace_whose_parts_add_up_and_which_perfetto_opens(tiny_d
         "nested",
         training__max_steps=41,
         training__epochs=30,
-        training__evaluate_every_epochs=0,
+        training__eval_every_epochs=0,
         training__checkpoint_every_steps="none",
     )
     spans = load_spans(tmp_path / "trace.jsonl")
     timeline = Timeline(spans)
     steps = timeline.steps(0)
     assert len(steps) == 20
-    whole = {span.step: span.duration_ns for span in spans if span.kind == "step"}
-    assert all(timeline.parts(step).step_ns == whole[step] for step in steps)
+    step_ns = {span.step: span.duration_ns for span in spans if span.kind == "step"}
+    assert all(timeline.parts(step).step_ns == step_ns[step] for step in steps)
     lanes = {"compute", "communication", "lookup", "transfer"}
     assert lanes <= {span.lane for span in spans}
-    exchanges = [span for span in spans if span.name in ("train.embedding.vectors", "train.embedding.gradients")]
+    exchanges = [
+        span
+        for span in spans
+        if span.name in ("train.embedding.exchange_vectors", "train.embedding.exchange_gradients")
+    ]
     assert all(span.rows > 0 and span.micro_batch is not None and span.step is not None for span in exchanges)
     events = json.loads((tmp_path / "trace.perfetto.json").read_text())["traceEvents"]
     assert {event["args"]["name"] for event in events if event["name"] == "thread_name"} >= lanes
@@ -197,14 +209,14 @@ def test_a_run_leaves_a_trace_whose_parts_add_up_and_which_perfetto_opens(tiny_d
 
 
 @pytest.mark.parametrize("schedule", ["serial", "nested"])
-def test_a_run_that_fails_leaves_no_thread_behind(tiny_data, tmp_path, schedule):
-    """A process that ends while a thread of its own is busy in torch is aborted instead, with another exit code."""
+def test_schedule_failed_run_ends_its_threads(tiny_data, tmp_path, schedule):
+    """A process that exits while one of its threads runs PyTorch code is aborted with a different exit code."""
 
     def fail() -> None:
         raise UserError("is wrong", option="something", value=1)
 
-    given = {**RUN, "pipeline.schedule": schedule}
-    trainer = Trainer(config_of("rows", tiny_data, given), tmp_path, Topology.single())
+    options = {**RUN, "pipeline.schedule": schedule}
+    trainer = Trainer(config_of("rows", tiny_data, options), tmp_path, Topology.single())
     before = set(threading.enumerate())
     with armed("train.step", fail, at=3), pytest.raises(UserError, match="is wrong"):
         trainer.train()

@@ -1,4 +1,4 @@
-"""Costs for tests: one number an operation, with or without variation over ranks."""
+"""Costs for tests: one number per operation, with or without variation between ranks."""
 
 import numpy as np
 
@@ -8,14 +8,14 @@ WIRES = {
     "exchange_keys": "shards",
     "exchange_vectors": "shards",
     "exchange_gradients": "shards",
-    "sum_over_holders": "replicas",
-    "average_over_holders": "replicas",
+    "all_reduce_replica_gradients": "replicas",
+    "average_replicas": "replicas",
     "dense_reduce": "all",
 }
 
 
-class TableOfCosts:
-    """Seconds by operation; `spread` varies those of work over ranks, the same at every call."""
+class CostTable:
+    """Costs in seconds by operation; `spread` varies the compute costs between ranks, deterministically."""
 
     def __init__(self, seconds: dict[str, float], world: int = 1, spread: float = 0.0) -> None:
         self._seconds = seconds
@@ -30,22 +30,22 @@ class TableOfCosts:
         return Cost(seconds * (1.0 + self._spread * draw.uniform(-1, 1, self._world)))
 
 
-def typical(micro_batches: int) -> dict[str, float]:
+def typical_costs(micro_batches: int) -> dict[str, float]:
     return {
         "deduplicate": 0.1,
         "exchange_keys": 0.02,
-        "arrange": 0.05,
-        "fetch": 0.3,
-        "read_ahead": 0.2,
+        "build_exchange_plan": 0.05,
+        "fetch_rows": 0.3,
+        "prefetch_rows": 0.2,
         "exchange_vectors": 0.4 / micro_batches,
         "forward_backward": 1.0 / micro_batches,
         "exchange_gradients": 0.35 / micro_batches,
         "add_gradients": 0.01,
-        "sum_over_holders": 0.03,
+        "all_reduce_replica_gradients": 0.03,
         "update_rows": 0.04,
         "write_back": 0.15,
         "dense_reduce": 0.02,
         "dense_apply": 0.01,
         "train.embedding.intersect": 0.01,
-        "train.embedding.copy": 0.005,
+        "train.embedding.copy_shared_rows": 0.005,
     }

@@ -16,22 +16,22 @@ def workload(batch_samples=64, rows=1_000_000, dim=64, flops=2e7, **changes):
         row_bytes=4 * dim + 16,
         weight_bytes=4 * dim,
         gradient_bytes=4 * dim,
-        keys_a_token=2.0,
+        keys_per_token=2.0,
         seen_keys=keys,
         distinct_keys=(95.0, 8_000.0, 400_000.0),
     )
     lengths = tuple(float(v) for v in np.geomspace(4, 400, 65))
-    given = Workload(
-        name="made up",
+    tables = Workload(
+        name="synthetic",
         batch_samples=batch_samples,
         lengths=lengths,
         tables=(table,),
         dense_parameters=100_000,
-        flops_a_token=flops,
-        flops_a_token_squared=flops / 300,
-        activation_bytes_a_token=2_000.0,
+        flops_per_token=flops,
+        flops_per_token_squared=flops / 300,
+        activation_bytes_per_token=2_000.0,
     )
-    return replace(given, **changes)
+    return replace(tables, **changes)
 
 
 def cpu_cluster(hosts=2, ranks=2, cores=8, **changes):

@@ -1,22 +1,22 @@
-"""Cluster files: those that come along load, and mistakes name their field."""
+"""Cluster files: built-in files load, and errors name the invalid field."""
 
 import pytest
 
 from nestrec.base.errors import UserError
-from nestrec.planning.cluster_config import cluster_names, cluster_of, load_cluster, parse, this_machine
-from nestrec.planning.plan_constraints import candidate_of, check_fits
+from nestrec.planning.cluster_config import cluster_from_dict, cluster_names, load_cluster, parse, this_machine
+from nestrec.planning.plan_constraints import candidate_from_config, check_fits
 from nestrec.training.recipes import RECIPES
 
 
 @pytest.mark.parametrize("name", cluster_names())
-def test_a_shipped_cluster_loads(name):
+def test_cluster_built_in_files_load(name):
     cluster = load_cluster(name)
     assert cluster.world == cluster.hosts * cluster.host.ranks
     assert cluster.links[-1].ranks == 0
     assert cluster.profile.compute.flop_s > 0
 
 
-def test_the_shipped_clusters_are_the_documented_ones():
+def test_cluster_built_in_files_are_documented():
     assert cluster_names() == ["cpu-hosts", "h100-ib400"]
 
 
@@ -34,18 +34,18 @@ def test_the_shipped_clusters_are_the_documented_ones():
         ({"profile": {"copy": {"unit_s": -1e-9}}}, "profile.copy.unit_s"),
     ],
 )
-def test_a_mistake_names_its_field(change, field):
+def test_cluster_file_error_names_field(change, field):
     from importlib import resources
 
     text = (resources.files("nestrec.planning") / "clusters" / "cpu-hosts.toml").read_text()
     with pytest.raises(UserError, match=field):
-        cluster_of({**parse(text, "cpu-hosts"), **change})
+        cluster_from_dict({**parse(text, "cpu-hosts"), **change})
 
 
-def test_unknown_names_and_files_are_refused(tmp_path):
+def test_cluster_unknown_names_and_files_are_rejected(tmp_path):
     with pytest.raises(UserError, match="h100-ib400"):
         load_cluster("h100-ib40")
-    with pytest.raises(UserError, match="no such file"):
+    with pytest.raises(UserError, match="the file does not exist"):
         load_cluster("nowhere.toml")
     with pytest.raises(UserError, match="TOML"):
         parse("hosts = ", "x.toml")
@@ -56,18 +56,18 @@ def test_unknown_names_and_files_are_refused(tmp_path):
             load_cluster(str(tmp_path / name))
 
 
-def test_this_machine_is_a_cluster_of_one():
+def test_cluster_of_this_machine_has_one_host():
     cluster = this_machine(uses_cuda=False)
     assert cluster.world == 1
     assert cluster.device.memory_gib > 0
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_every_recipe_has_a_candidate_of_its_own(recipe):
-    assert candidate_of(RECIPES[recipe]()).micro_batches >= 1
+def test_plan_candidate_exists_for_every_recipe(recipe):
+    assert candidate_from_config(RECIPES[recipe]()).micro_batches >= 1
 
 
-def test_a_run_that_does_not_fit_is_refused_with_a_remedy():
+def test_plan_only_rejects_run_that_does_not_fit():
     from planning_workloads import gpu_cluster, workload
 
     with pytest.raises(UserError, match="short by") as caught:

@@ -1,4 +1,4 @@
-"""Loads from distributions agree with loads counted from batches drawn from them, and keep what must be kept."""
+"""Expected loads agree with loads counted in random batches of the same distributions, and conserve totals."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ def counted_curve(draw):
     return tuple(map(float, sizes)), tuple(float(len(np.unique(k))) for k in keys)
 
 
-def test_expected_loads_are_those_of_real_batches_with_the_same_distribution():
+def test_expected_loads_match_real_batches():
     draw = np.random.default_rng(0)
     table = TableConfig(name="t", dim=8, num_rows=ROWS)
     batches = [[batch_of(draw, step) for step in range(3)] for _ in range(WORLD)]
@@ -33,73 +33,75 @@ def test_expected_loads_are_those_of_real_batches_with_the_same_distribution():
         row_bytes=48,
         weight_bytes=32,
         gradient_bytes=32,
-        keys_a_token=1.0,
+        keys_per_token=1.0,
         seen_keys=seen,
         distinct_keys=distinct,
     )
-    given = Workload(
+    load_inputs = Workload(
         name="w",
         batch_samples=SAMPLES * WORLD,
         lengths=(float(LENGTH),) * 2,
         tables=(load,),
         dense_parameters=1,
-        flops_a_token=1.0,
-        flops_a_token_squared=0.0,
-        activation_bytes_a_token=1.0,
+        flops_per_token=1.0,
+        flops_per_token_squared=0.0,
+        activation_bytes_per_token=1.0,
     )
-    expected = expected_loads(given, Mesh(1, WORLD), micro_batches=PARTS, policy="fixed")
-    for name in ("linear_flops", "keys", "asked", "received_bytes", "served_bytes", "rows", "row_bytes"):
+    expected = expected_loads(load_inputs, Mesh(1, WORLD), micro_batches=PARTS, policy="fixed")
+    for name in ("linear_flops", "keys", "requested_keys", "received_bytes", "served_bytes", "rows", "row_bytes"):
         mean = getattr(counted, name).mean()
         assert getattr(expected, name).mean() == pytest.approx(mean, rel=0.06), name
-    # A difference of two large numbers: the errors of the curve weigh more in it.
+    # This is a difference of two large numbers, so errors of the curve have a larger effect.
     assert expected.shared_rows.mean() == pytest.approx(counted.shared_rows.mean(), rel=0.15)
 
 
 def batch_of(draw, step):
     parts = []
-    for mine in np.array_split(np.arange(SAMPLES), PARTS):
-        keys = draw.integers(0, ROWS, (len(mine), LENGTH))
-        parts.append(MicroBatch(mine, {"t": keys}, {}, LENGTH, keys.size))
+    for samples in np.array_split(np.arange(SAMPLES), PARTS):
+        keys = draw.integers(0, ROWS, (len(samples), LENGTH))
+        parts.append(MicroBatch(samples, {"t": keys}, {}, LENGTH, keys.size))
     return Batch(BatchPosition(0, step), 1.0, np.arange(SAMPLES * WORLD), tuple(parts), tokens=np.full(SAMPLES, LENGTH))
 
 
 @pytest.mark.parametrize("policy", ["fixed", "zigzag", "karmarkar_karp"])
-def test_no_token_is_lost_whoever_computes_it(policy):
-    given = workload(batch_samples=96)
-    loads = expected_loads(given, Mesh(1, 4), micro_batches=3, policy=policy)
-    drawn = [given.draw_lengths(96, (0, p)).sum() * given.flops_a_token for p in range(3)]
+def test_expected_loads_conserve_tokens(policy):
+    load_inputs = workload(batch_samples=96)
+    loads = expected_loads(load_inputs, Mesh(1, 4), micro_batches=3, policy=policy)
+    drawn = [load_inputs.draw_lengths(96, (0, p)).sum() * load_inputs.flops_per_token for p in range(3)]
     assert loads.linear_flops.sum(axis=(1, 2)).tolist() == pytest.approx(drawn)
 
 
-def test_balance_makes_ranks_more_even():
-    given = workload(batch_samples=256)
+def test_expected_loads_balancing_reduces_imbalance():
+    load_inputs = workload(batch_samples=256)
     uneven, even = (
-        expected_loads(given, Mesh(1, 8), micro_batches=1, policy=policy).linear_flops.sum(axis=2)
+        expected_loads(load_inputs, Mesh(1, 8), micro_batches=1, policy=policy).linear_flops.sum(axis=2)
         for policy in ("fixed", "karmarkar_karp")
     )
     assert (even.max() / even.mean() - 1) < 0.5 * (uneven.max() / uneven.mean() - 1)
 
 
-def test_a_window_cache_sends_each_row_once():
-    given = workload()
+def test_expected_loads_window_cache_sends_rows_once():
+    load_inputs = workload()
     plain, cached = (
-        expected_loads(given, Mesh(1, 4), micro_batches=4, policy="fixed", window_cache=cache)
+        expected_loads(load_inputs, Mesh(1, 4), micro_batches=4, policy="fixed", window_cache=cache)
         for cache in (False, True)
     )
-    assert cached.asked.sum() < plain.asked.sum()
-    whole = expected_loads(given, Mesh(1, 4), micro_batches=1, policy="fixed")
-    assert cached.asked.sum() == pytest.approx(whole.asked.sum())
+    assert cached.requested_keys.sum() < plain.requested_keys.sum()
+    unsplit = expected_loads(load_inputs, Mesh(1, 4), micro_batches=1, policy="fixed")
+    assert cached.requested_keys.sum() == pytest.approx(unsplit.requested_keys.sum())
     assert cached.returned_bytes.sum() == pytest.approx(cached.received_bytes.sum())
 
 
-def test_replicas_keep_more_rows_a_rank_and_ask_fewer_peers():
-    given = workload(batch_samples=256)
-    one, four = (expected_loads(given, Mesh(m, 8 // m), micro_batches=2, policy="fixed") for m in (1, 4))
-    assert four.row_bytes.mean() > 3 * one.row_bytes.mean()
-    assert four.received_bytes.sum() == pytest.approx(one.received_bytes.sum())
+def test_expected_loads_replicas_store_more_rows_per_rank():
+    load_inputs = workload(batch_samples=256)
+    one_replica, four_replicas = (
+        expected_loads(load_inputs, Mesh(m, 8 // m), micro_batches=2, policy="fixed") for m in (1, 4)
+    )
+    assert four_replicas.row_bytes.mean() > 3 * one_replica.row_bytes.mean()
+    assert four_replicas.received_bytes.sum() == pytest.approx(one_replica.received_bytes.sum())
 
 
-def test_owners_differ_more_when_there_are_few_keys():
+def test_expected_loads_few_keys_increase_imbalance_of_owners():
     many = expected_loads(workload(rows=10_000_000), Mesh(1, 16), micro_batches=1, policy="fixed")
     few = expected_loads(workload(rows=200), Mesh(1, 16), micro_batches=1, policy="fixed")
     assert np.ptp(few.rows / few.rows.mean()) > np.ptp(many.rows / many.rows.mean()) > 0

@@ -1,4 +1,4 @@
-"""The papers' rows that are claimed are predicted within their bounds, from few of their numbers."""
+"""The simulator predicts the claimed rows of papers within their bounds, from few numbers of the papers."""
 
 import pytest
 
@@ -9,13 +9,13 @@ from nestrec_bench.planning.papers.two_d import GROUP, SHARDED_QPS, step_time
 
 
 @pytest.mark.parametrize("paper", PAPERS)
-def test_claims_hold_and_assumptions_are_listed(paper):
+def test_papers_claims_hold_and_assumptions_are_listed(paper):
     found = PAPERS[paper]()
     assert found.assumptions
     assert [row for row in found.rows if row.agrees is False] == []
 
 
-def test_the_claimed_rows_are_those_of_the_papers():
+def test_papers_rows_match_published_claims():
     claimed = {row.method: row.published for row in PAPERS["nestpipe"]().rows if row.bound is not None}
     assert claimed == {"2D-SP": 1.18, "UniEmb": 1.98, "NestPipe": 3.06, "NestPipe + 2D-SP": 3.18}
     scaling = {row.method: row.published for row in PAPERS["2d"]().rows if row.bound is not None}
@@ -23,26 +23,26 @@ def test_the_claimed_rows_are_those_of_the_papers():
 
 
 @pytest.mark.parametrize("workers", [128, 1536])
-def test_the_baseline_has_the_published_shares_at_both_ends(workers):
+def test_papers_baseline_has_published_shares(workers):
     parts = simulated(METHODS[0], workers).parts(0)
     assert parts.exposed_lookup_ns / parts.step_ns == pytest.approx(LOOKUP_SHARE[workers], abs=1e-6)
     assert parts.exposed_communication_ns / parts.step_ns == pytest.approx(COMMUNICATION_SHARE[workers], abs=1e-6)
 
 
-def test_replica_groups_make_nested_faster_as_published():
+def test_papers_replica_groups_speed_up_nested_as_published():
     speed = {row.method: row.predicted for row in PAPERS["nestpipe"]().rows if row.quantity == "speed-up"}
     assert speed["NestPipe + 2D-SP"] > speed["NestPipe"]
     exposed = {row.method: row.predicted for row in PAPERS["nestpipe"]().rows if "communication" in row.quantity}
     assert exposed["NestPipe + 2D-SP"] < exposed["NestPipe"]
 
 
-def test_the_fit_of_2d_meets_its_two_points():
+def test_papers_fit_of_2d_matches_its_points():
     ratio = step_time(512, 512) / step_time(256, 256)
     assert ratio == pytest.approx(2 * SHARDED_QPS[256] / SHARDED_QPS[512])
     assert step_time(GROUP, GROUP) == pytest.approx(1.0)
 
 
-def test_differences_are_relative_or_in_the_unit_of_the_number():
+def test_papers_differences_are_relative_or_absolute():
     row = PublishedResult(table="t", quantity="q", method="m", published=2.0, predicted=2.1, bound=0.1)
     assert row.difference == pytest.approx(0.05)
     assert row.agrees

@@ -1,11 +1,11 @@
-"""The planner says which tables every rank had better hold, and why."""
+"""The planner chooses which tables to replicate on every rank, and reports the reason."""
 
 from dataclasses import replace
 
 from planning_workloads import cpu_cluster, workload
 
 from nestrec.planning.search_space import Candidate
-from nestrec.planning.tier_memory import Memory, options_of, placements_of
+from nestrec.planning.tier_memory import Memory, choose_placements, placement_options
 
 
 def tables():
@@ -18,29 +18,32 @@ def tables():
 def found(cluster=None, limit=1e9, **changes):
     candidate = replace(Candidate(schedule="nested", micro_batches=4), **changes)
     memory = {"host": Memory(limit=limit), "disk": Memory()}
-    placements = placements_of(workload(tables=tables()), cluster or cpu_cluster(), candidate, memory)
-    return {p.table: (p.placement, p.why) for p in placements}, options_of(placements)
+    placements = choose_placements(workload(tables=tables()), cluster or cpu_cluster(), candidate, memory)
+    return {p.table: (p.placement, p.why) for p in placements}, placement_options(placements)
 
 
-def test_a_small_table_is_replicated_and_large_or_dynamic_ones_are_not():
+def test_plan_placement_replicates_small_static_tables():
     placements, options = found()
     assert options == {"tables.device.placement": "replicated"}
-    assert placements["items"] == ("sharded", "fewer bytes cross")
-    assert placements["dynamic"] == ("sharded", "it has no fixed number of rows")
-    assert "more memory a rank" in placements["device"][1]
+    assert placements["items"] == ("sharded", "transfers fewer bytes")
+    assert placements["dynamic"] == ("sharded", "no fixed number of rows")
+    assert "more memory per rank" in placements["device"][1]
 
 
-def test_a_placement_that_is_given_is_kept():
+def test_plan_placement_keeps_user_choice():
     placed = [replace(t, placement=p) for t, p in zip(tables(), ("replicated", "sharded", None), strict=True)]
     candidate = Candidate(schedule="nested", micro_batches=4)
     memory = {"host": Memory(limit=1e9), "disk": Memory()}
-    found = placements_of(workload(tables=tuple(placed)), cpu_cluster(), candidate, memory)
-    assert [(p.placement, p.why) for p in found[:2]] == [("replicated", "given"), ("sharded", "given")]
-    assert options_of(found) == {}, "the run has been told"
+    found = choose_placements(workload(tables=tuple(placed)), cpu_cluster(), candidate, memory)
+    assert [(p.placement, p.why) for p in found[:2]] == [
+        ("replicated", "set by the user"),
+        ("sharded", "set by the user"),
+    ]
+    assert placement_options(found) == {}, "the run already has these options"
 
 
-def test_nothing_is_replicated_where_that_sends_more_or_does_not_fit():
-    assert found(window_cache=True)[0]["device"] == ("sharded", "fewer bytes cross")
-    assert found(replicas=2)[0]["device"] == ("sharded", "replica groups hold copies of shards")
+def test_plan_placement_shards_if_cheaper_or_too_large():
+    assert found(window_cache=True)[0]["device"] == ("sharded", "transfers fewer bytes")
+    assert found(replicas=2)[0]["device"] == ("sharded", "replica groups already hold copies of shards")
     assert "short by" in found(limit=100.0)[0]["device"][1]
-    assert found(cpu_cluster(hosts=1, ranks=1))[0]["device"] == ("sharded", "there is one rank")
+    assert found(cpu_cluster(hosts=1, ranks=1))[0]["device"] == ("sharded", "only one rank")

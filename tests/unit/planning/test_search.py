@@ -1,4 +1,4 @@
-"""The search finds what an exhaustive one finds, or nearly; what does not fit is said, with a remedy that works."""
+"""The plan search is close to an exhaustive search; memory shortages are reported with a remedy that works."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ from planning_workloads import cpu_cluster, gpu_cluster, workload
 
 from nestrec.base.errors import UserError
 from nestrec.planning.hardware_profile import LinearCost
-from nestrec.planning.plan import launch_command, lost_rows, make_plan, plan_rows
+from nestrec.planning.plan import launch_command, make_plan, plan_rows, rejected_rows
 from nestrec.planning.plan_search import exhaustive, search
 from nestrec.planning.predictor import Predictor
 from nestrec.planning.search_space import Candidate, Space
@@ -38,9 +38,9 @@ IN_CI = ("cores", "heavy traffic", "devices", "devices, large tables")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in IN_CI else pytest.mark.slow) for n in SPACES])
-def test_the_choice_is_within_five_percent_of_the_best(name):
+def test_plan_search_is_within_five_percent_of_best(name):
     given, cluster = SPACES[name]
-    space = SMALL.on(cluster, given)
+    space = SMALL.for_cluster(cluster, given)
     found = search(Predictor(given, cluster), space)
     everything = exhaustive(Predictor(given, cluster), space)
     quickest = min(outcome.step_s for outcome in everything.best)
@@ -48,7 +48,7 @@ def test_the_choice_is_within_five_percent_of_the_best(name):
     assert len(found.best) + len(found.others) < len(everything.best) + len(everything.others)
 
 
-def test_of_equal_times_the_simplest_is_taken():
+def test_plan_search_prefers_simplest_of_equal_times():
     given = workload(batch_samples=16, flops=1e12)
     cluster = cpu_cluster(hosts=1, ranks=1, cores=16)
     best = make_plan(given, cluster).best
@@ -56,19 +56,19 @@ def test_of_equal_times_the_simplest_is_taken():
     assert not best.candidate.window_cache
 
 
-def test_candidates_that_are_others_in_disguise_are_left_out():
-    space = replace(SMALL, window_cache=(False, True)).on(gpu_cluster(), workload(batch_samples=64))
+def test_plan_search_omits_equivalent_candidates():
+    space = replace(SMALL, window_cache=(False, True)).for_cluster(gpu_cluster(), workload(batch_samples=64))
     assert not space.is_sensible(Candidate(schedule="nested", micro_batches=1))
     assert not space.is_sensible(Candidate(schedule="serial", window_cache=True))
-    assert len(set(space.everything())) == len(list(space.everything()))
+    assert len(set(space.all_candidates())) == len(list(space.all_candidates()))
 
 
-def test_a_plan_that_cannot_fit_says_what_is_short_and_what_would_fix_it():
+def test_plan_search_names_memory_shortage_and_fix():
     given = workload(batch_samples=64, rows=3_000_000_000)
     cluster = gpu_cluster(hosts=1)
     predictor = Predictor(given, cluster)
     candidate = Candidate(store="device")
-    (short,) = shortages(predictor, candidate, Space().on(cluster, given))
+    (short,) = shortages(predictor, candidate, Space().for_cluster(cluster, given))
     needed = predictor.memory(candidate)["device"].needed
     assert short.tier == "device"
     assert short.memory.missing == pytest.approx(needed - short.memory.limit)
@@ -78,18 +78,18 @@ def test_a_plan_that_cannot_fit_says_what_is_short_and_what_would_fix_it():
     assert all(memory.missing == 0 for memory in predictor.memory(replace(candidate, store="dram")).values())
 
 
-def test_where_nothing_fits_the_plan_tells_so():
+def test_plan_search_reports_if_nothing_fits():
     given = workload(batch_samples=64, rows=10**14)
     plan = make_plan(given, gpu_cluster(hosts=1))
     assert plan.best is None
     assert plan.shortages
-    assert plan_rows(plan, most=3) == []
+    assert plan_rows(plan, limit=3) == []
 
 
-def test_rows_say_everything_a_reader_asks_for():
+def test_plan_rows_contain_all_figures():
     given, cluster = SPACES["devices"]
     plan = make_plan(given, cluster, SMALL)
-    (row,) = plan_rows(plan, most=1)
+    (row,) = plan_rows(plan, limit=1)
     assert row["step_ms"] == pytest.approx(
         row["compute_ms"] + row["exposed_lookup_ms"] + row["exposed_comm_ms"] + row["idle_ms"], rel=0.2
     )
@@ -98,16 +98,17 @@ def test_rows_say_everything_a_reader_asks_for():
     assert set(row["link_bytes"]) == {"host", "rack", "fabric"}
     assert row["bound_by"] in ("compute", "lookup", "communication", "waiting for other ranks")
     assert all(
-        any(word in lost["why"] for word in ("slower", "as quick", "does not fit")) for lost in lost_rows(plan, most=50)
+        any(word in lost["why"] for word in ("slower", "equally fast", "does not fit"))
+        for lost in rejected_rows(plan, limit=50)
     )
 
 
-def test_a_batch_smaller_than_the_cluster_is_refused():
-    with pytest.raises(UserError, match="less than a sample a rank"):
+def test_plan_search_rejects_batch_smaller_than_world():
+    with pytest.raises(UserError, match="at least one sample per rank"):
         make_plan(workload(batch_samples=4), gpu_cluster())
 
 
-def test_launching_names_every_choice():
+def test_plan_launch_command_contains_all_choices():
     candidate = Candidate(
         schedule="nested", micro_batches=8, replicas=2, store="dram", policy="zigzag", window_cache=True
     )
@@ -116,8 +117,8 @@ def test_launching_names_every_choice():
         "--nnodes 4",
         "--nproc-per-node 8",
         "--pipeline.schedule nested",
-        "--batch.micro_batches 8",
-        "--ranks.replicas 2",
+        "--batch.num_micro_batches 8",
+        "--parallel.num_replicas 2",
         "--tables.items.store dram",
         "--balance.policy zigzag",
         "--pipeline.window_cache true",
@@ -125,10 +126,10 @@ def test_launching_names_every_choice():
         assert part in command
 
 
-def test_a_transport_that_leaves_the_kernels_alone_wins_where_they_matter_and_loses_where_bytes_do():
+def test_plan_search_transport_depends_on_kernels_and_bytes():
     slow = gpu_cluster(hosts=2)
-    assert Space().on(slow, workload(batch_samples=64)).transports == ("collectives", "host")
-    assert "copy_engine" in Space().on(gpu_cluster(hosts=1), workload(batch_samples=64)).transports
+    assert Space().for_cluster(slow, workload(batch_samples=64)).transports == ("collectives", "host")
+    assert "copy_engine" in Space().for_cluster(gpu_cluster(hosts=1), workload(batch_samples=64)).transports
 
     def step_s(given, transport):
         candidate = Candidate(schedule="nested", micro_batches=4, transport=transport)
@@ -140,7 +141,7 @@ def test_a_transport_that_leaves_the_kernels_alone_wins_where_they_matter_and_lo
     assert step_s(traffic, "host") > step_s(traffic, "collectives")
 
 
-def test_a_serial_step_is_not_slowed_by_what_does_not_run_beside_it():
+def test_plan_serial_step_has_no_overlap_slowdown():
     given = workload(batch_samples=64, flops=1e11)
     cluster = gpu_cluster(hosts=1)
     calm = replace(cluster, device=replace(cluster.device, collective_slowdown=0.0))
@@ -148,13 +149,15 @@ def test_a_serial_step_is_not_slowed_by_what_does_not_run_beside_it():
     assert steps[0] == pytest.approx(steps[1])
 
 
-def test_every_exact_schedule_is_tried_and_no_other():
-    tried = Space().on(gpu_cluster(hosts=1), workload(batch_samples=64)).schedules
+def test_plan_search_tries_every_exact_schedule():
+    tried = Space().for_cluster(gpu_cluster(hosts=1), workload(batch_samples=64)).schedules
     assert set(tried) == {"serial", "dual_buffer", "frozen_window", "nested", "priority"}
-    assert Space(schedules=("stale",)).on(gpu_cluster(hosts=1), workload(batch_samples=64)).schedules == ("stale",)
+    assert Space(schedules=("stale",)).for_cluster(gpu_cluster(hosts=1), workload(batch_samples=64)).schedules == (
+        "stale",
+    )
 
 
-def test_what_the_host_does_for_each_rank_counts_in_every_exchange():
+def test_plan_host_cost_counts_in_every_exchange():
     cluster = gpu_cluster(hosts=4)
     candidate = Candidate(schedule="serial", micro_batches=2)
 
@@ -163,5 +166,5 @@ def test_what_the_host_does_for_each_rank_counts_in_every_exchange():
         return Predictor(workload(), replace(cluster, profile=profile)).predict(candidate).step_s
 
     more = step_s(LinearCost(unit_s=1e-5)) - step_s(LinearCost())
-    # Keys once, vectors and gradients of two micro-batches, each for 32 ranks.
+    # Keys are exchanged once, vectors and gradients per micro-batch (two), each with 32 ranks.
     assert more == pytest.approx(5 * 32 * 1e-5, rel=1e-3)

@@ -1,4 +1,4 @@
-"""`nestrec describe`: what a dataset holds, and what looks like a leak."""
+"""`nestrec describe`: contents of a dataset, and columns that may leak the outcome."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ NUM_EVENTS = 600
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Clicks at random; `screen` is where a click leads, `dwell` has a value where there was one, `page` is free."""
+    """Random clicks: `screen` depends on the click, `dwell` is set only for clicks, `page` is independent."""
     root = tmp_path_factory.mktemp("described")
     draw = np.random.default_rng(0)
     clicked = draw.integers(0, 2, NUM_EVENTS)
@@ -49,43 +49,43 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "categories": ("screen", "page", "never"),
             "numbers": ("dwell",),
             "transforms": {"dwell": "standard"},
-            "values": {"watch": "watched"},
+            "outcome_features": {"watch": "watched"},
         },
     )
     return root / "data"
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> Description:
+def description(folder: Path) -> Description:
     return describe(Dataset.open(folder))
 
 
-def test_leaks_are_named_and_innocent_columns_are_not(found: Description) -> None:
-    about = {warning.split()[0] for warning in found.warnings}
-    assert about == {"event_screen", "event_dwell", "item_views", "event_never"}
-    assert any("'click'" in w and "--log.values" in w for w in found.warnings)
+def test_describe_warns_only_of_leaking_columns(description: Description) -> None:
+    warned_columns = {warning.split()[0] for warning in description.warnings}
+    assert warned_columns == {"event_screen", "event_dwell", "item_views", "event_never"}
+    assert any("'click'" in w and "--log.outcome_features" in w for w in description.warnings)
 
 
-def test_times_that_leave_the_order_to_the_input_are_told(tmp_path: Path) -> None:
-    rows = "".join(f"{user},{place},{place // 2 if user else place}\n" for user in range(3) for place in range(6))
+def test_describe_reports_equal_times(tmp_path: Path) -> None:
+    rows = "".join(f"{user},{index},{index // 2 if user else index}\n" for user in range(3) for index in range(6))
     (tmp_path / "log.csv").write_text("user,item,day\n" + rows)
     prepare("log", tmp_path / "log.csv", tmp_path / "out", log={"time": "day"})
     [warning] = describe(Dataset.open(tmp_path / "out")).warnings
-    assert warning.startswith("40% of events have the time of the user's event before")  # 6 of 15
+    assert warning.startswith("40% of events have the same time as the user's previous event")  # 6 of 15
 
 
-def test_coverage_cardinality_and_examples(found: Description) -> None:
-    facts = {f.feature.column: f for f in found.features}
+def test_describe_reports_coverage_cardinality_and_examples(description: Description) -> None:
+    facts = {f.feature.column: f for f in description.features}
     assert facts["item_tags"].coverage == 0.5
     assert (facts["item_tags"].distinct, facts["item_tags"].examples) == (2, ("a", "b"))
     assert (facts["event_page"].coverage, facts["event_page"].distinct) == (1.0, 3)
-    assert facts["event_dwell"].coverage == pytest.approx(found.actions["click"])
+    assert facts["event_dwell"].coverage == pytest.approx(description.actions["click"])
     assert facts["event_never"].coverage == 0
 
 
-def test_the_command_says_what_is_known_after_the_event(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_describe_warns_of_columns_known_after_event(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show_dataset(folder)
-    said = capsys.readouterr().out
-    assert "event_watch is known only after its event" in said
-    assert "WARNING: event_screen nearly tells 'click'" in said
-    assert "transforms were learnt from" in said
+    printed = capsys.readouterr().out
+    assert "event_watch is known only after its event" in printed
+    assert "WARNING: event_screen nearly determines 'click'" in printed
+    assert "feature transforms were fitted on" in printed

@@ -1,3 +1,4 @@
+import importlib.metadata
 import os
 import re
 import shutil
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from nestrec.base.lazy import install_extra
 from nestrec.report import doctor
 from nestrec.report import doctor as probes
 from nestrec.report.doctor import Finding, doctor_table, examine
@@ -19,7 +21,7 @@ def by_name(findings: list[Finding]) -> dict[str, Finding]:
     return {finding.name: finding for finding in findings}
 
 
-def test_what_the_tests_themselves_need_is_found_to_work() -> None:
+def test_doctor_reports_test_requirements_as_working() -> None:
     found = by_name(examine())
     for name in ("Python", "PyTorch", "CPU", "numba", "pyarrow", "Gloo", "TensorBoard", "Serving"):
         assert found[name].status == "ok", found[name]
@@ -28,30 +30,28 @@ def test_what_the_tests_themselves_need_is_found_to_work() -> None:
     assert all(finding.remedy for finding in found.values() if finding.status != "ok")
 
 
-def test_serving_lacks_what_any_of_its_packages_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_serving_requires_all_of_its_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probes, "SERVING_PACKAGES", ("json", "no_such_package"))
     with pytest.raises(probes.NotInstalledError, match="no_such_package is not installed"):
         probes.serving()
 
 
-def test_a_part_that_raises_is_broken_and_one_that_is_not_there_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_distinguishes_broken_from_absent_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     def broken() -> str:
         raise ZeroDivisionError("first line\nsecond line")
 
     def absent() -> str:
         raise probes.NotInstalledError("not installed")
 
-    checks = [doctor._Check("a", broken, "mend it"), doctor._Check("b", absent, "get it", True)]
+    checks = [doctor._Check("a", broken, "fix it"), doctor._Check("b", absent, "install it", True)]
     monkeypatch.setattr(doctor, "_CHECKS", checks)
     assert examine() == [
-        Finding(name="a", status="broken", detail="ZeroDivisionError: first line", remedy="mend it"),
-        Finding(name="b", status="absent", detail="not installed", remedy="get it"),
+        Finding(name="a", status="broken", detail="ZeroDivisionError: first line", remedy="fix it"),
+        Finding(name="b", status="absent", detail="not installed", remedy="install it"),
     ]
 
 
-def test_an_installed_package_that_cannot_be_imported_is_broken(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_doctor_reports_failing_import_as_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "ray.py").write_text("raise ImportError('wrong build')")
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -59,14 +59,17 @@ def test_an_installed_package_that_cannot_be_imported_is_broken(
         probes.ray()
 
 
-def test_hints_name_extras_that_there_are() -> None:
+def test_doctor_remedies_name_existing_extras() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     hints = {check.name: check.remedy for check in doctor._CHECKS}
-    named = {name: re.findall(r"pip install '([\w.-]+)\[(\w+)\]'", hint) for name, hint in hints.items()}
+    named = {
+        name: re.findall(r"in a clone of the repository: pip install '\.\[(\w+)\]'", hint)
+        for name, hint in hints.items()
+    }
     assert {name: found for name, found in named.items() if found} == {
-        "Serving": [("nestrec", "serve")],
-        "Ray": [("nestrec", "ray")],
-        **{f"Extra {name}": [("nestrec", name)] for name in probes.EXTRAS},
+        "Serving": ["serve"],
+        "Ray": ["ray"],
+        **{f"Extra {name}": [name] for name in probes.EXTRAS},
     }
     assert extras.keys() - {"docs", "dev"} == {"serve", "ray", *probes.EXTRAS}
     for name, distributions in probes.EXTRAS.items():
@@ -80,19 +83,34 @@ def test_doctor_finds_extras_and_names_missing_ones(monkeypatch: pytest.MonkeyPa
         probes.extra("client")
 
 
-def test_limited_links_need_root_and_commands(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_limited_links_need_root_and_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     with pytest.raises(probes.NotInstalledError, match="not root"):
         probes.limited_links()
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     monkeypatch.setattr(shutil, "which", lambda name: None if name == "tc" else name)
-    with pytest.raises(probes.NotInstalledError, match="no command tc"):
+    with pytest.raises(probes.NotInstalledError, match="command not found: tc"):
         probes.limited_links()
 
 
-def test_the_table_shows_remedies_on_a_narrow_terminal() -> None:
-    findings = [Finding(name="Ray", status="absent", detail="not installed", remedy="pip install 'nestrec[ray]'")]
+def test_doctor_table_shows_remedies_on_narrow_terminal() -> None:
+    findings = [Finding(name="Ray", status="absent", detail="not installed", remedy=install_extra("ray"))]
     file = StringIO()
     Console(file=file, width=60).print(doctor_table(findings))
     assert "absent" in file.getvalue()
-    assert "nestrec[ray]" in file.getvalue()
+    assert "install '.[ray]'" in file.getvalue()
+
+
+def test_doctor_checks_the_benchmark_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert probes.benchmarks() == importlib.metadata.version("nestrec-bench")
+    check = next(check for check in doctor._CHECKS if check.name == "nestrec-bench")
+    assert check.remedy.endswith("in a clone of the repository: pip install ./benchmarks")
+
+    def not_found(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", not_found)
+    assert doctor._examine_one(check).status == "absent"
+    monkeypatch.undo()
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda **group: ())
+    assert doctor._examine_one(check).status == "broken"

@@ -29,75 +29,75 @@ def terminal() -> tuple[Console, StringIO]:
     return Console(file=file, force_terminal=True, width=120, height=30), file
 
 
-def test_without_a_terminal_there_is_a_plain_line_every_ten_seconds() -> None:
+def test_live_log_without_terminal_prints_plain_lines() -> None:
     (console, file) = plain_console()
     clock = ManualClock()
     with LiveProgress(num_epochs=3, console=console, clock=clock) as progress:
-        progress.started(300, 0)
+        progress.on_train_start(300, 0)
         for step in range(1, 26):
             clock.sleep(1)
-            progress.stepped(step, 0, VALUES)
+            progress.on_step_report(step, 0, VALUES)
     lines = file.getvalue().splitlines()
     assert [line.split("  ")[1] for line in lines] == ["step 1/300", "step 11/300", "step 21/300", "step 25/300"]
     assert lines[0] == "epoch 1/3  step 1/300  loss 3.2100  1.23k samples/s  56.8k tokens/s  2 GiB  ETA 4m 59s"
     assert "\x1b" not in file.getvalue()
 
 
-def test_the_time_left_of_a_resumed_run_counts_new_steps_only() -> None:
+def test_live_eta_of_resumed_run_counts_new_steps() -> None:
     (console, file) = plain_console()
     clock = ManualClock()
     with LiveProgress(console=console, clock=clock) as progress:
-        progress.started(120, 100)
+        progress.on_train_start(120, 100)
         clock.sleep(10)
-        progress.stepped(110, 4, VALUES)
+        progress.on_step_report(110, 4, VALUES)
     assert "resumed from step 100" in file.getvalue()
     assert "ETA 10s" in file.getvalue()
 
 
-def test_a_run_without_an_end_tells_steps_alone() -> None:
+def test_live_log_of_endless_run_shows_steps() -> None:
     for console, file in (plain_console(), terminal()):
         with LiveProgress(console=console, clock=ManualClock()) as progress:
-            progress.started(None, 3)
-            progress.stepped(60, 25, VALUES)
+            progress.on_train_start(None, 3)
+            progress.on_step_report(60, 25, VALUES)
         assert "step 60  loss 3.2100" in file.getvalue()
         assert "ETA" not in file.getvalue()
         assert "epoch" not in file.getvalue()
 
 
-def test_evaluations_and_warnings_are_lines_of_their_own() -> None:
+def test_live_log_prints_evaluations_and_warnings() -> None:
     console, file = plain_console()
     with LiveProgress(console=console, clock=ManualClock()) as progress:
-        progress.evaluated(EVALUATION, 40, 2)
-        progress.warned("[bold] is not markup here")
+        progress.on_evaluation(EVALUATION, 40, 2)
+        progress.on_warning("[bold] is not markup here")
     assert file.getvalue().splitlines() == [
         "valid after epoch 2, ndcg@10: model 0.2000, popularity 0.0500 (4.00x popularity: no clear lead)",
         "warning: [bold] is not markup here",
     ]
 
 
-def test_a_terminal_shows_the_newest_figures() -> None:
+def test_live_terminal_shows_latest_metrics() -> None:
     console, file = terminal()
     clock = ManualClock()
     with LiveProgress(num_epochs=3, console=console, clock=clock) as progress:
-        progress.started(300, 0)
+        progress.on_train_start(300, 0)
         clock.sleep(2)
-        progress.stepped(150, 1, VALUES)
+        progress.on_step_report(150, 1, VALUES)
         with progress.stage("checkpoint") as stage:
             stage("rows", 0.5)
-        progress.evaluated(EVALUATION, 150, 2)
+        progress.on_evaluation(EVALUATION, 150, 2)
     assert "epoch 2/3  step 150/300" in file.getvalue()
     assert "56.8k tokens/s" in file.getvalue()
     assert "(4.00x popularity: no clear lead)" in file.getvalue()
 
 
-def test_figures_that_are_missing_or_not_finite_do_not_stop_the_run() -> None:
+def test_live_log_accepts_missing_or_nonfinite_values() -> None:
     console, file = plain_console()
     with LiveProgress(console=console, clock=ManualClock()) as progress:
-        progress.stepped(0, 0, {"loss": float("nan"), "memory_mib": None})
+        progress.on_step_report(0, 0, {"loss": float("nan"), "memory_mib": None})
     assert "loss nan" in file.getvalue()
 
 
-def test_quick_stages_show_nothing() -> None:
+def test_progress_of_quick_stages_prints_nothing() -> None:
     (console, file) = plain_console()
     clock = ManualClock()
     with progress_for("prepare", console=console, clock=clock) as progress:
@@ -107,7 +107,7 @@ def test_quick_stages_show_nothing() -> None:
     assert file.getvalue() == ""
 
 
-def test_long_stages_print_plain_lines_without_a_terminal() -> None:
+def test_progress_of_long_stages_prints_plain_lines() -> None:
     (console, file) = plain_console()
     clock = ManualClock()
     with progress_for("prepare", console=console, clock=clock) as progress:
@@ -122,7 +122,7 @@ def test_long_stages_print_plain_lines_without_a_terminal() -> None:
     ]
 
 
-def test_long_stages_show_a_bar_on_a_terminal() -> None:
+def test_progress_of_long_stages_shows_bar_on_terminal() -> None:
     (console, file) = terminal()
     clock = ManualClock()
     with progress_for("evaluate", console=console, clock=clock) as progress:
@@ -132,7 +132,7 @@ def test_long_stages_show_a_bar_on_a_terminal() -> None:
     assert "25%" in file.getvalue()
 
 
-def test_a_stage_that_fails_does_not_say_that_it_is_done() -> None:
+def test_progress_of_failed_stage_is_not_done() -> None:
     (console, file) = plain_console()
     clock = ManualClock()
     progress = progress_for("prepare", console=console, clock=clock)

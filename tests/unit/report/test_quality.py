@@ -9,7 +9,7 @@ from nestrec_bench.pages.quality_page import comparison_rows, quality_page, qual
 from support.example_run import USERS, make_evaluation, write_ranks
 
 
-def test_rows_equal_a_computation_by_hand(tmp_path: Path) -> None:
+def test_quality_rows_equal_manual_computation(tmp_path: Path) -> None:
     runs = [
         write_ranks(tmp_path / "b", "hstu", 2, [0, 1, 12, 7]),
         write_ranks(tmp_path / "a", "hstu", 1, [1, 3, 0, 50]),
@@ -20,7 +20,7 @@ def test_rows_equal_a_computation_by_hand(tmp_path: Path) -> None:
     assert row["model"] == "hstu"
     assert row["seeds"] == [1, 2]
     assert row["users"] == 4
-    # Seed 1 finds two of four users within 10, seed 2 two; within 50 three and three.
+    # Within rank 10, seeds 1 and 2 each have hits for two of four users; within rank 50, for three.
     assert row["recall@10"] == pytest.approx(0.5)
     assert row["recall@10_of_seeds"] == pytest.approx([0.5, 0.5])
     assert row["hr@50"] == pytest.approx(0.75)
@@ -35,7 +35,7 @@ def test_rows_equal_a_computation_by_hand(tmp_path: Path) -> None:
     assert row["baselines"]["popularity"]["recall@10"] == pytest.approx(0.25)
 
 
-def test_users_are_matched_by_id_not_by_place(tmp_path: Path) -> None:
+def test_quality_users_are_matched_by_id(tmp_path: Path) -> None:
     first = write_ranks(tmp_path / "a", "hstu", 1, [1, 2, 0, 0])
     second = write_ranks(tmp_path / "b", "sasrec", 1, [0, 0, 2, 1], users=USERS[::-1])
     (row,) = comparison_rows([first, second], [("hstu", "sasrec")])
@@ -43,7 +43,7 @@ def test_users_are_matched_by_id_not_by_place(tmp_path: Path) -> None:
     assert row["ndcg@10_difference_interval"] == [0, 0]
 
 
-def test_a_paired_difference_averages_seeds_before_it_compares(tmp_path: Path) -> None:
+def test_paired_difference_averages_seeds_first(tmp_path: Path) -> None:
     better = [write_ranks(tmp_path / f"h{seed}", "hstu", seed, [1, 1, 1, 1]) for seed in (1, 2)]
     worse = [
         write_ranks(tmp_path / "s1", "sasrec", 1, [1, 0, 0, 1]),
@@ -57,7 +57,7 @@ def test_a_paired_difference_averages_seeds_before_it_compares(tmp_path: Path) -
     assert 0 <= low < 0.5 < high <= 1
 
 
-def test_what_seeds_add_to_the_error_of_a_difference_is_given_apart(tmp_path: Path) -> None:
+def test_paired_difference_reports_seed_variance(tmp_path: Path) -> None:
     first = [write_ranks(tmp_path / f"h{s}", "hstu", s, r) for s, r in ((1, [1, 1, 1, 1]), (2, [1, 1, 0, 0]))]
     second = [write_ranks(tmp_path / f"s{s}", "sasrec", s, r) for s, r in ((1, [1, 0, 0, 0]), (2, [0, 0, 1, 0]))]
     (row,) = comparison_rows([*first, *second], [("hstu", "sasrec")])
@@ -68,7 +68,7 @@ def test_what_seeds_add_to_the_error_of_a_difference_is_given_apart(tmp_path: Pa
     assert row["recall@10_difference_seed_error"] is None
 
 
-def test_seeds_are_paired_only_where_they_are_the_same(tmp_path: Path) -> None:
+def test_paired_difference_requires_same_seeds(tmp_path: Path) -> None:
     ranks = {1: [1, 1, 1, 1], 2: [1, 0, 0, 0]}
     first = [write_ranks(tmp_path / f"h{seed}", "hstu", seed, ranks[seed]) for seed in (1, 2)]
     second = [write_ranks(tmp_path / f"s{seed}", "sasrec", seed, [*ranks[seed][:-1], 0]) for seed in (2, 1)]
@@ -81,37 +81,37 @@ def test_seeds_are_paired_only_where_they_are_the_same(tmp_path: Path) -> None:
     assert row["recall@10_difference_seed_error"] == pytest.approx(math.sqrt(2 * (9 / 32) / 2))
 
 
-def test_metrics_beyond_the_ranked_depth_are_left_out(tmp_path: Path) -> None:
+def test_quality_omits_metrics_beyond_ranked_depth(tmp_path: Path) -> None:
     (row,) = quality_rows([write_ranks(tmp_path / "a", "hstu", 1, [1, 2, 0, 0], ks=(10,))])
     assert "ndcg@10" in row
     assert "hr@50" not in row
     assert row["ndcg@10_seed_sd"] is None
 
 
-def test_runs_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+def test_quality_rejects_incomparable_runs(tmp_path: Path) -> None:
     run = write_ranks(tmp_path / "a", "hstu", 1, [1, 2, 0, 0])
     with pytest.raises(UserError, match="same seed"):
         quality_rows([run, write_ranks(tmp_path / "b", "hstu", 1, [1, 2, 0, 0])])
     other = write_ranks(tmp_path / "c", "sasrec", 1, [1, 2, 0], users=[1, 2, 3])
     assert len(quality_rows([run, other])) == 2
-    with pytest.raises(UserError, match="same users"):
+    with pytest.raises(UserError, match="the users differ from those of"):
         comparison_rows([run, other], [("hstu", "sasrec")])
-    with pytest.raises(UserError, match="has no run"):
+    with pytest.raises(UserError, match="do not contain a run of this recipe"):
         comparison_rows([run], [("hstu", "fuxi")])
 
 
-def test_a_run_without_a_whole_test_result_is_refused(tmp_path: Path) -> None:
+def test_quality_page_rejects_run_without_test_result(tmp_path: Path) -> None:
     run = write_ranks(tmp_path / "a", "hstu", 1, [1, 2, 0, 0])
     file = run / "eval" / "test.npz"
     file.write_bytes(file.read_bytes()[:100])
     with pytest.raises(CorruptFileError):
         quality_rows([run])
     file.unlink()
-    with pytest.raises(UserError, match="no test result"):
+    with pytest.raises(UserError, match="does not contain a test result"):
         quality_rows([run])
 
 
-def test_the_page_names_its_source_and_shows_intervals_and_spread(tmp_path: Path) -> None:
+def test_quality_page_shows_source_intervals_and_spread(tmp_path: Path) -> None:
     runs = [
         write_ranks(tmp_path / f"{name}{seed}", name, seed, [1, 2 * seed, 0, 0])
         for name in ("hstu", "sasrec")
@@ -128,18 +128,18 @@ def test_the_page_names_its_source_and_shows_intervals_and_spread(tmp_path: Path
     assert text.count("popularity") == 1
 
 
-def test_a_page_keeps_what_people_wrote_around_its_tables(tmp_path: Path) -> None:
+def test_quality_page_keeps_text_around_tables(tmp_path: Path) -> None:
     rows = quality_rows([write_ranks(tmp_path / "a", "hstu", 1, [1, 2, 0, 0])])
     frame = {"command": "first", "date": "2026-05-04", "rows": rows}
     page = quality_page(frame)
     written = page.replace("# Quality\n", "# Ours\n\nMind the gap.\n") + "\n## After\n"
     again = quality_page(frame | {"command": "second"}, written)
     assert again == written.replace("`first`", "`second`")
-    with pytest.raises(UserError, match="no place for the tables"):
+    with pytest.raises(UserError, match="does not contain the lines between which the tables are written"):
         quality_page(frame, "# Ours\n")
 
 
-def test_rows_tell_which_epoch_was_tested(tmp_path: Path) -> None:
+def test_quality_rows_contain_tested_epoch(tmp_path: Path) -> None:
     run = write_ranks(tmp_path / "a", "hstu", 1, [1, 2, 0, 0])
     records = [make_evaluation(step=10 * epoch, epoch=epoch, part="valid") for epoch in (1, 2, 3)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -149,7 +149,7 @@ def test_rows_tell_which_epoch_was_tested(tmp_path: Path) -> None:
     assert row["validations"] == []
 
 
-def test_rows_hold_the_learning_curve_as_far_as_all_seeds_have_it(tmp_path: Path) -> None:
+def test_quality_rows_contain_common_learning_curve(tmp_path: Path) -> None:
     runs = []
     for seed, num_epochs in ((1, 3), (2, 2)):
         runs.append(write_ranks(tmp_path / f"{seed}", "hstu", seed, [1, 2, 0, 0]))

@@ -10,7 +10,7 @@ from nestrec.report import bench_table, evaluation_table, print_rows
 from nestrec.report.formatting import slice_rows, verdict_on
 
 
-def shown(table: Table, width: int = 160) -> str:
+def render(table: Table, width: int = 160) -> str:
     console = Console(file=StringIO(), width=width, force_terminal=False)
     console.print(table)
     file = console.file
@@ -31,8 +31,8 @@ def make_evaluation(**extra: Any) -> dict[str, Any]:
     return {"part": "test", "headline": "ndcg@10", "metrics": metrics}
 
 
-def test_an_evaluation_has_a_row_a_system_with_intervals_and_ratio() -> None:
-    text = shown(evaluation_table(make_evaluation()))
+def test_evaluation_table_has_row_per_system() -> None:
+    text = render(evaluation_table(make_evaluation()))
     head = line_with(text, "hr@10")
     assert head.index("ndcg@10") < head.index("hr@10")
     assert "4.00x" in line_with(text, "model")
@@ -40,42 +40,42 @@ def test_an_evaluation_has_a_row_a_system_with_intervals_and_ratio() -> None:
     assert "±0.0100" in text
 
 
-def test_other_protocols_are_not_compared_with_full_ranking() -> None:
-    text = shown(evaluation_table(make_evaluation(**{"model, sampled": {"ndcg@10": [0.6, 0.5, 0.7]}})))
+def test_evaluation_table_separates_protocols() -> None:
+    text = render(evaluation_table(make_evaluation(**{"model, sampled": {"ndcg@10": [0.6, 0.5, 0.7]}})))
     row = line_with(text, "model, sampled")
     assert "0.6000" in row
     assert "x" not in row
 
 
-def test_six_metrics_fit_into_eighty_columns_and_the_others_are_named() -> None:
+def test_evaluation_table_fits_80_columns() -> None:
     values = {f"{name}@{k}": [0.1234, 0.1134, 0.1334] for k in (10, 50, 200) for name in ("hr", "ndcg", "mrr")}
     metrics = dict.fromkeys(("model", "popularity", "last item"), values)
-    text = shown(evaluation_table({"part": "test", "headline": "ndcg@10", "metrics": metrics}), width=80)
+    text = render(evaluation_table({"part": "test", "headline": "ndcg@10", "metrics": metrics}), width=80)
     assert "…" not in text
     assert line_with(text, "model").count("0.1234") == 6
     assert "not shown: hr@200, ndcg@200, mrr@200" in text
 
 
-def test_the_ratio_is_to_the_best_baseline() -> None:
-    text = shown(evaluation_table(make_evaluation(**{"last item": {"ndcg@10": [0.25, 0.24, 0.26]}})))
+def test_evaluation_ratio_is_relative_to_best_baseline() -> None:
+    text = render(evaluation_table(make_evaluation(**{"last item": {"ndcg@10": [0.25, 0.24, 0.26]}})))
     assert "ndcg@10  last item" in text
     assert "0.80x" in line_with(text, "model")
     assert "0.20x" in line_with(text, "popularity   0.05")
 
 
-def test_without_a_baseline_there_is_no_ratio() -> None:
+def test_evaluation_ratio_requires_baseline() -> None:
     evaluation = {
         "part": "test",
         "headline": "auc",
         "metrics": {"model": {"auc": [0.7, 0.6, 0.8]}, "model, [b]": {"auc": 0.6}},
     }
-    text = shown(evaluation_table(evaluation))
+    text = render(evaluation_table(evaluation))
     assert "over" not in text
     assert "[b]" in text
 
 
 @pytest.mark.parametrize(
-    ("best", "outcome", "words"),
+    ("best", "outcome", "phrase"),
     [
         ([0.15, 0.14, 0.16], "wins", "leads its best baseline: ndcg@10 0.2000 against 0.1500 of 'last item'"),
         ([0.199, 0.18, 0.21], "unclear", "NO CLEAR LEAD"),
@@ -83,25 +83,25 @@ def test_without_a_baseline_there_is_no_ratio() -> None:
         ([0.25, 0.24, 0.26], "loses", "DOES NOT BEAT ITS BEST BASELINE: ndcg@10 0.2000 against 0.2500"),
     ],
 )
-def test_the_verdict_is_on_the_best_baseline(best: list[float], outcome: str, words: str) -> None:
+def test_baseline_verdict_uses_best_baseline(best: list[float], outcome: str, phrase: str) -> None:
     evaluation = make_evaluation(**{"last item": {"ndcg@10": best}})
     verdict = verdict_on(evaluation["metrics"], "ndcg@10")
     assert verdict is not None
     assert (verdict.outcome, verdict.baseline) == (outcome, "last item")
-    assert words in verdict.sentence
+    assert phrase in verdict.sentence
 
 
-def test_bench_rows_may_differ_in_fields() -> None:
+def test_bench_table_rows_may_differ_in_fields() -> None:
     rows = [{"name": "[red]a", "ms": 1.23456, "n": 1000}, {"name": "b", "ms": None, "parts": {"x": 1}}]
-    text = shown(bench_table(rows, title="bench"))
+    text = render(bench_table(rows, title="bench"))
     assert "[red]a" in text
     assert "1.235" in text
     assert "1,000" in text
     assert '{"x": 1}' in line_with(text, "b    ")
-    assert shown(bench_table([])).strip() == ""
+    assert render(bench_table([])).strip() == ""
 
 
-def test_wide_rows_are_shown_whole_on_a_terminal_and_in_a_file() -> None:
+def test_wide_result_rows_are_not_truncated() -> None:
     rows = [{"mode": f"mode {i}", **{f"a_long_name_{j}": f"value {i}.{j}" for j in range(9)}} for i in range(2)]
     texts = {}
     for is_terminal in (True, False):
@@ -110,16 +110,16 @@ def test_wide_rows_are_shown_whole_on_a_terminal_and_in_a_file() -> None:
             rows, title="wide", console=Console(file=file, width=60, force_terminal=is_terminal, color_system=None)
         )
         texts[is_terminal] = file.getvalue()
-        for wanted in [name for row in rows for name in (*row, *row.values())]:
-            assert wanted in texts[is_terminal]
+        for cell in [name for row in rows for name in (*row, *row.values())]:
+            assert cell in texts[is_terminal]
     assert max(len(line) for line in texts[True].splitlines()) <= 60
     assert len([line for line in texts[True].splitlines() if "mode 1" in line]) > 1
     assert len([line for line in texts[False].splitlines() if "mode 1" in line]) == 1
 
 
-def test_slices_are_rows_with_the_headline_of_every_system() -> None:
-    of_new = {"model": {"ndcg@10": [0.1, 0.0, 0.2]}, "popularity": {"ndcg@10": [0.0, 0.0, 0.0]}}
-    evaluation = {**make_evaluation(), "slices": {"new items": {"count": 12, "metrics": of_new}}}
+def test_slice_rows_have_main_metric_of_every_system() -> None:
+    metrics = {"model": {"ndcg@10": [0.1, 0.0, 0.2]}, "popularity": {"ndcg@10": [0.0, 0.0, 0.0]}}
+    evaluation = {**make_evaluation(), "slices": {"new items": {"count": 12, "metrics": metrics}}}
     row = {"slice": "new items", "members": 12, "metric": "ndcg@10", "model": 0.1, "popularity": 0.0}
     assert slice_rows(evaluation) == [row]
     assert slice_rows(make_evaluation()) == []

@@ -26,12 +26,12 @@ from nestrec.serving.service.model_reloader import CoalescingWorker
 from nestrec_bench.harness.clocks import ManualClock
 
 PACKAGE = Path(__file__).parents[3] / "nestrec" / "serving"
-SUPERVISED_ELSEWHERE = {
+SUPERVISED_FILES = {
     "core/background_tasks.py",
     "engine/serving_engine.py",
     "kv_cache/tiered_prefix_cache.py",
-    "server.py",  # ends the process
-    "service/model_reloader.py",  # hands its exception to the task that waits for it
+    "server.py",  # terminates the process
+    "service/model_reloader.py",  # passes its exception to the awaiting task
     "service/version_follower.py",
 }
 PATIENCE_S = 30.0
@@ -39,7 +39,7 @@ PATIENCE_S = 30.0
 
 @pytest.fixture
 def failures(monkeypatch):
-    """Counts of this test alone."""
+    """Provide failure counts that only this test uses."""
     found = Failures()
     for module in (
         "core.background_tasks",
@@ -53,7 +53,7 @@ def failures(monkeypatch):
     return found
 
 
-def raised(error):
+def catch(error):
     try:
         raise error
     except type(error) as caught:
@@ -61,13 +61,13 @@ def raised(error):
 
 
 def test_background_threads_are_all_supervised():
-    """A thread that is made in another way ends silently at its first exception."""
+    """An unsupervised thread would end silently at its first exception."""
     found = {
         str(path.relative_to(PACKAGE))
         for path in PACKAGE.rglob("*.py")
         if re.search(r"threading\.(Thread|Timer)\(|ThreadPoolExecutor\(|start_new_thread", path.read_text())
     }
-    assert found <= SUPERVISED_ELSEWHERE
+    assert found <= SUPERVISED_FILES
 
 
 def test_background_thread_continues_after_exceptions(failures, caplog):
@@ -86,20 +86,22 @@ def test_background_thread_continues_after_exceptions(failures, caplog):
     assert done == errors
     assert failures.counts == {"nestrec-test": 4}
     logged = [record for record in caplog.records if record.levelno == logging.ERROR]
-    assert [record.exc_info[0] for record in logged] == [OverflowError, RecursionError, MemoryError], "once each"
+    assert [record.exc_info[0] for record in logged] == [OverflowError, RecursionError, MemoryError], (
+        "each cause must be logged once"
+    )
 
 
-def test_failure_is_logged_once_per_cause(caplog):
+def test_background_failure_is_logged_once_per_cause(caplog):
     failures = Failures()
     failures.register("keys")
-    assert failures.counts == {"keys": 0}, "an alert on an increase needs a first value"
+    assert failures.counts == {"keys": 0}, "alerts on an increase need an initial value"
     for _ in range(3):
-        failures.add("keys", raised(UserError("is wrong", option="a", value=1, remedy="b")), about="first file")
-        failures.add("keys", raised(UserError("is wrong", option="a", value=1, remedy="b")), about="second file")
-        failures.add("certificate", raised(OSError("gone")))
+        failures.add("keys", catch(UserError("is wrong", option="a", value=1, remedy="b")), about="first file")
+        failures.add("keys", catch(UserError("is wrong", option="a", value=1, remedy="b")), about="second file")
+        failures.add("certificate", catch(OSError("gone")))
     assert failures.counts == {"keys": 6, "certificate": 3}
     assert len(caplog.records) == 3
-    assert not any(record.exc_info for record in caplog.records), "what an operator can read needs no traceback"
+    assert not any(record.exc_info for record in caplog.records), "user errors must be logged without a traceback"
     failures.merge({"keys": 2, "nestrec-log": 1})
     assert failures.counts == {"keys": 8, "certificate": 3, "nestrec-log": 1}
 
@@ -121,10 +123,10 @@ def test_copier_continues_after_failures(monkeypatch, caplog):
     copier.close()
     assert made == ["failed", False, "failed", True]
     assert failures.counts == {"nestrec-copier": 2}
-    assert len(caplog.records) == 1, "both were raised at one line"
+    assert len(caplog.records) == 1, "failures raised at the same line must be logged once"
 
 
-def test_task_that_nothing_awaits_is_reported(failures, caplog):
+def test_background_task_exception_is_reported(failures, caplog):
     async def fail():
         raise RuntimeError
 
@@ -140,7 +142,7 @@ def test_task_that_nothing_awaits_is_reported(failures, caplog):
     assert len(caplog.records) == 1
 
 
-def test_serially_acts_again_after_an_exception(failures):
+def test_coalescing_worker_continues_after_exception(failures):
     turns = [threading.Event(), threading.Event()]
 
     def act():
@@ -149,26 +151,26 @@ def test_serially_acts_again_after_an_exception(failures):
         if is_first:
             raise ValueError
 
-    serially = CoalescingWorker("nestrec-reload", act)
+    worker = CoalescingWorker("nestrec-reload", act)
     for turn in turns:
-        serially.ask()
+        worker.request_run()
         assert turn.wait(PATIENCE_S)
-    serially.close()
+    worker.close()
     assert failures.counts == {"nestrec-reload": 1}
 
 
-def test_signals_stop_after_a_listener_failed(failures):
+def test_signal_handler_stops_after_listener_failure(failures):
     signals = SignalHandler()
     stopped = threading.Event()
 
     def fail(*_):
         raise RuntimeError
 
-    signals.when_reloaded(fail)
-    signals.when_stopped(fail)
-    signals.when_stopped(lambda _: stopped.set())
+    signals.on_reload(fail)
+    signals.on_stop(fail)
+    signals.on_stop(lambda _: stopped.set())
     thread = BackgroundThread("nestrec-signals", signals._turn).start()
-    signals._came.put(signal.SIGHUP)
+    signals._received.put(signal.SIGHUP)
     signals.stop()
     assert stopped.wait(PATIENCE_S)
     assert signals.is_stopping
@@ -176,54 +178,54 @@ def test_signals_stop_after_a_listener_failed(failures):
     assert failures.counts == {"nestrec-signals": 2}
 
 
-def test_instance_that_cannot_be_watched_is_restarted(failures, monkeypatch):
-    tie = ParentDeathPipe()
+def test_supervisor_restarts_instance_after_watch_failure(failures, monkeypatch):
+    pipe = ParentDeathPipe()
     processes = []
-    instance = Instance(0, [], [], tie, start_timeout_s=1.0, stop_timeout_s=10.0)
+    instance = Instance(0, [], [], pipe, start_timeout_s=1.0, stop_timeout_s=10.0)
 
-    def started():
+    def spawn():
         if not processes:
             processes.append(None)
             raise BlockingIOError("no more processes")
         processes.append(subprocess.Popen(["sleep", "600"]))
         return processes[-1]
 
-    def watched(process, started_s):
+    def watch(process, started_s):
         if len(processes) == 3:
             instance.begin_stop()
         raise ValueError("an answer that is not JSON")
 
-    monkeypatch.setattr(instance, "_started", started)
-    monkeypatch.setattr(instance, "_watched", watched)
+    monkeypatch.setattr(instance, "_spawn", spawn)
+    monkeypatch.setattr(instance, "_watch", watch)
     monkeypatch.setattr("nestrec.serving.fleet.instance_supervisor._LONGEST_PAUSE_S", 0.0)
     instance.start()
     instance.wait()
-    tie.close()
+    pipe.close()
     assert len(processes) == 3
-    assert all(process.returncode is not None for process in processes[1:]), "a process that is not watched is ended"
+    assert all(process.returncode is not None for process in processes[1:]), "unwatched processes must be stopped"
     assert instance.num_failures == 2
     assert failures.counts == {"nestrec-instance-0": 3}
 
 
-def test_front_follower_logs_a_lasting_failure_once(failures, caplog):
-    looks = []
-    has_looked = threading.Event()
+def test_fleet_version_follower_logs_lasting_failure_once(failures, caplog):
+    calls = []
+    is_called = threading.Event()
 
-    def followed(_):
-        looks.append(1)
-        if len(looks) == 3:
-            has_looked.set()
+    def follow(_):
+        calls.append(1)
+        if len(calls) == 3:
+            is_called.set()
         raise KeyError("models")
 
-    follower = FleetVersionFollower([], 0.001, lambda _: True, followed)
+    follower = FleetVersionFollower([], 0.001, lambda _: True, follow)
     follower.start()
-    assert has_looked.wait(PATIENCE_S)
+    assert is_called.wait(PATIENCE_S)
     follower.close()
-    assert failures.counts["nestrec-front-follow"] >= 2
+    assert failures.counts["nestrec-fleet-follow"] >= 2
     assert len(caplog.records) == 1
 
 
-def test_watched_files_are_tried_until_they_can_be_read(failures, tmp_path, caplog):
+def test_watched_files_are_retried_until_readable(failures, tmp_path, caplog):
     path = tmp_path / "keys.toml"
     clock = ManualClock()
     errors = []
@@ -235,51 +237,51 @@ def test_watched_files_are_tried_until_they_can_be_read(failures, tmp_path, capl
 
     files = WatchedFiles("keys", [path], read, clock)
     clock.sleep(5.0)
-    assert not files.look()
-    assert files.age_s == 0.0, "it is as it was read"
+    assert not files.reload_if_changed()
+    assert files.age_s == 0.0, "the file has not changed since it was read"
     path.write_text("22")
     for error in (OverflowError(), RecursionError(), OSError("away"), UserError("a", option="b", value=1, remedy="c")):
         errors[:] = [error]
         for _ in range(2):
             clock.sleep(1.0)
-            assert not files.look()
+            assert not files.reload_if_changed()
     assert files.age_s == 8.0
     assert failures.counts == {"keys": 8}
     assert len(caplog.records) == 4
     errors.clear()
-    assert files.look(), "it is tried again though the file is the same"
+    assert files.reload_if_changed(), "the unchanged file must be read again after a failure"
     assert files.age_s == 0.0
-    assert not files.look()
+    assert not files.reload_if_changed()
 
 
-def test_watcher_reads_other_files_after_one_failed(failures, monkeypatch, tmp_path):
-    has_looked = threading.Event()
+def test_file_watcher_continues_after_failure(failures, monkeypatch, tmp_path):
+    is_called = threading.Event()
 
     def fail():
         raise RuntimeError
 
     bad, good = (WatchedFiles(name, [tmp_path / name], lambda: None) for name in ("keys", "certificate"))
-    monkeypatch.setattr(bad, "look", fail)
-    monkeypatch.setattr(good, "look", has_looked.set)
+    monkeypatch.setattr(bad, "reload_if_changed", fail)
+    monkeypatch.setattr(good, "reload_if_changed", is_called.set)
     watcher = Watcher([bad, good], every_s=0.001)
-    assert has_looked.wait(PATIENCE_S)
+    assert is_called.wait(PATIENCE_S)
     watcher.close()
     assert failures.counts["keys"] >= 1
     assert failures.counts["certificate"] == 0
 
 
-def test_failures_and_file_ages_are_metrics(monkeypatch, tmp_path):
+def test_metrics_contain_background_failures_and_file_ages(monkeypatch, tmp_path):
     add_entry(tmp_path / "keys.toml", ApiKeyEntry(name="a", sha256="ab" * 32))
-    safety = ServerSecurity(SecurityConfig(keys=str(tmp_path / "keys.toml")), "127.0.0.1")
+    security = ServerSecurity(SecurityConfig(api_keys=str(tmp_path / "keys.toml")), "127.0.0.1")
     failures = Failures()
     monkeypatch.setattr("nestrec.serving.http.server_metrics.FAILURES", failures)
     metrics = GatewayMetrics(Router(Ring.make(1, keyed := KeyedHash()), keyed, ManualClock()))
-    metrics.safety = safety
+    metrics.security = security
     failures.add("keys", OSError())
-    of_slot = b'# TYPE nestrec_background_failures counter\nnestrec_background_failures_total{task="keys"} 3.0\n'
-    text = metrics.exposition({0: of_slot}).decode()
-    safety.close()
+    slot_metrics = b'# TYPE nestrec_background_failures counter\nnestrec_background_failures_total{task="keys"} 3.0\n'
+    text = metrics.exposition({0: slot_metrics}).decode()
+    security.close()
     assert 'nestrec_background_failures_total{task="keys"} 1.0' in text
     assert 'nestrec_background_failures_total{slot="0",task="keys"} 3.0' in text
-    assert text.count("# TYPE nestrec_background_failures_total counter") == 1, "a name may occur once"
+    assert text.count("# TYPE nestrec_background_failures_total counter") == 1, "each metric name may occur only once"
     assert re.search(r'nestrec_file_age_seconds\{file="keys"\} [0-9.e-]+\n', text)

@@ -1,4 +1,4 @@
-"""Tables behind a cache of rows: the same rows to the bit, in bounded memory, whatever is asked."""
+"""Tables with a row cache: rows are bitwise identical and memory is bounded, for any requests."""
 
 import threading
 
@@ -26,56 +26,56 @@ def file(weight, tmp_path):
     return tmp_path / "table.safetensors"
 
 
-def opened(file, store, cache_rows):
+def open_cached_table(file, store, cache_rows):
     return open_table(file, "weight", CPU, TablesConfig(store=store, cache_rows=cache_rows))
 
 
 @pytest.mark.parametrize("store", ["dram", "disk"])
 @pytest.mark.parametrize("cache_rows", [0, 1, 7, 64, NUM_ROWS - 1])
 @pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16], indirect=True)
-def test_rows_are_those_of_the_table_to_the_bit_and_the_cache_is_bounded(weight, file, store, cache_rows):
-    table = opened(file, store, cache_rows)
+def test_row_cache_is_bitwise_identical_and_bounded(weight, file, store, cache_rows):
+    table = open_cached_table(file, store, cache_rows)
     rng = np.random.default_rng(2)
     for _ in range(60):
         ids = rng.zipf(1.3, int(rng.integers(0, 120))) % NUM_ROWS
         found = table.rows(torch.from_numpy(ids))
         assert torch.equal(found, weight[torch.from_numpy(ids)])
-        found.fill_(0.0)  # rows are copies: this changes nothing
+        found.fill_(0.0)  # rows are copies, so this does not change the table
         counts = table.statistics()
         assert counts["device_rows"] <= cache_rows
         assert len(table._cache) == cache_rows
-    assert 0 < counts["missed"] <= counts["asked"]
-    assert (counts["missed"] < counts["asked"]) == (cache_rows > 0)
+    assert 0 < counts["misses"] <= counts["lookups"]
+    assert (counts["misses"] < counts["lookups"]) == (cache_rows > 0)
     assert torch.equal(torch.cat([part for _, part in table.parts()]), weight)
 
 
-def test_more_distinct_rows_than_the_cache_holds_can_be_asked_for_at_once(weight, file):
-    table = opened(file, "disk", 4)
+def test_row_cache_serves_more_rows_than_it_holds(weight, file):
+    table = open_cached_table(file, "disk", 4)
     ids = torch.arange(NUM_ROWS).flip(0)
     assert torch.equal(table.rows(ids), weight[ids])
-    assert table.statistics() == {"rows": NUM_ROWS, "device_rows": 4, "asked": NUM_ROWS, "missed": NUM_ROWS}
+    assert table.statistics() == {"rows": NUM_ROWS, "device_rows": 4, "lookups": NUM_ROWS, "misses": NUM_ROWS}
 
 
-def test_rows_in_use_stay_while_others_pass_by(file):
-    table = opened(file, "dram", 8)
+def test_row_cache_retains_frequently_used_rows(file):
+    table = open_cached_table(file, "dram", 8)
     table.rows(torch.tensor([7, 9]))
-    for passing in range(100, 200):
-        table.rows(torch.tensor([7, 9, passing]))
-    assert table.statistics()["missed"] == 2 + 100
+    for other in range(100, 200):
+        table.rows(torch.tensor([7, 9, other]))
+    assert table.statistics()["misses"] == 2 + 100
 
 
-def test_many_threads_get_the_rows_they_asked_for(weight, file):
-    table = opened(file, "disk", 16)
+def test_row_cache_is_thread_safe(weight, file):
+    table = open_cached_table(file, "disk", 16)
     wrong = []
 
-    def ask(seed):
+    def request_rows(seed):
         rng = np.random.default_rng(seed)
         for _ in range(200):
             ids = torch.from_numpy(rng.integers(0, 60, 24))
             if not torch.equal(table.rows(ids), weight[ids]):
                 wrong.append(ids)
 
-    threads = [threading.Thread(target=ask, args=(seed,)) for seed in range(4)]
+    threads = [threading.Thread(target=request_rows, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -84,16 +84,16 @@ def test_many_threads_get_the_rows_they_asked_for(weight, file):
     assert table.statistics()["device_rows"] <= 16
 
 
-def test_a_table_that_fits_lies_on_the_device_whole(weight, file):
-    assert isinstance(opened(file, "disk", NUM_ROWS), DeviceTable)
-    assert isinstance(opened(file, "disk", NUM_ROWS - 1), CachedTable)
-    table = opened(file, "device", 0)
+def test_row_cache_table_that_fits_is_on_device(weight, file):
+    assert isinstance(open_cached_table(file, "disk", NUM_ROWS), DeviceTable)
+    assert isinstance(open_cached_table(file, "disk", NUM_ROWS - 1), CachedTable)
+    table = open_cached_table(file, "device", 0)
     assert torch.equal(table.rows(torch.tensor([0, 5, 0])), weight[[0, 5, 0]])
     assert table.statistics()["device_rows"] == NUM_ROWS
 
 
-def test_a_file_that_was_cut_is_an_error_and_not_other_rows(file):
-    table = opened(file, "disk", 4)
+def test_row_cache_truncated_file_is_error(file):
+    table = open_cached_table(file, "disk", 4)
     with file.open("r+b") as handle:
         handle.truncate(file.stat().st_size - 100 * DIM * 4)
     with pytest.raises(CorruptFileError):
@@ -102,6 +102,6 @@ def test_a_file_that_was_cut_is_an_error_and_not_other_rows(file):
         list(table.parts())
 
 
-def test_a_negative_size_is_named(file):
+def test_row_cache_rejects_negative_size(file):
     with pytest.raises(UserError, match="cache_rows"):
-        opened(file, "dram", -1)
+        open_cached_table(file, "dram", -1)

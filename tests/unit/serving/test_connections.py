@@ -1,4 +1,4 @@
-"""Which connections give way, and under which names a server may be asked."""
+"""Connection limits and allowed host names of a server."""
 
 import resource
 
@@ -9,49 +9,51 @@ from nestrec.serving.http.fast_request import Connections, address_of
 from nestrec.serving.http.sockets import allow_open_files
 
 
-def test_an_address_has_at_most_its_own_connections_and_they_give_way_among_themselves():
-    open_ones = Connections(most=100, most_an_address=3)
-    assert [open_ones.opened(number, "a") for number in range(3)] == [None] * 3
-    assert open_ones.opened("other", "b") is None
-    open_ones.began(0)
-    assert open_ones.opened(3, "a") == 1, "the oldest that is not being answered"
-    open_ones.began(2)
-    open_ones.ended(2)
-    assert open_ones.opened(4, "a") == 3, "one that never asked before one that did"
-    open_ones.began(4)
-    assert open_ones.opened(5, "a") == 2
-    open_ones.began(5)
-    assert open_ones.opened(6, "a") == 6, "all of them are being answered"
-    assert len(open_ones) == 5
-    open_ones.closed(6)
-    open_ones.closed(1)  # it has given way before
-    assert len(open_ones) == 4
+def test_connections_per_address_are_bounded():
+    connections = Connections(max_connections=100, max_per_address=3)
+    assert [connections.opened(number, "a") for number in range(3)] == [None] * 3
+    assert connections.opened("other", "b") is None
+    connections.mark_busy(0)
+    assert connections.opened(3, "a") == 1, "the oldest connection without a request in progress"
+    connections.mark_busy(2)
+    connections.mark_idle(2)
+    assert connections.opened(4, "a") == 3, "a connection without requests before one that had a request"
+    connections.mark_busy(4)
+    assert connections.opened(5, "a") == 2
+    connections.mark_busy(5)
+    assert connections.opened(6, "a") == 6, "the new connection is closed if all others are busy"
+    assert len(connections) == 5
+    connections.closed(6)
+    connections.closed(1)  # this connection was closed before
+    assert len(connections) == 4
 
 
-def test_beyond_the_most_the_address_with_most_silent_connections_gives_way():
-    open_ones = Connections(most=6, most_an_address=100)
+def test_connections_limit_closes_idle_of_largest_address():
+    connections = Connections(max_connections=6, max_per_address=100)
     for number in range(4):
-        assert open_ones.opened(("many", number), "many") is None
+        assert connections.opened(("many", number), "many") is None
     for number in range(2):
-        assert open_ones.opened(("kept", number), "kept") is None
-        open_ones.began(("kept", number))
-        open_ones.ended(("kept", number))
-    assert [open_ones.opened(("new", n), f"new{n}") for n in range(3)] == [("many", n) for n in range(3)]
+        assert connections.opened(("few", number), "few") is None
+        connections.mark_busy(("few", number))
+        connections.mark_idle(("few", number))
+    assert [connections.opened(("new", n), f"new{n}") for n in range(3)] == [("many", n) for n in range(3)]
     for connection in [("many", 3), *(("new", n) for n in range(3))]:
-        open_ones.began(connection)
-    assert open_ones.opened(("new", 3), "new3") == ("kept", 0), "nobody is silent"
-    assert len(open_ones) == 6
+        connections.mark_busy(connection)
+    assert connections.opened(("new", 3), "new3") == ("few", 0), (
+        "the oldest idle connection, because all others are busy"
+    )
+    assert len(connections) == 6
 
 
-def test_addresses_of_one_ipv6_network_count_as_one():
+def test_connections_of_one_ipv6_network_share_an_address():
     assert address_of(("2001:db8:1:2:3::4", 5)) == address_of(("2001:db8:1:2:9::", 6)) == "2001:db8:1:2::/64"
     assert address_of(("2001:db8:1:3::4", 5)) != address_of(("2001:db8:1:2::4", 5))
     assert address_of(("::ffff:10.0.0.1", 5)) == address_of(("10.0.0.1", 6)) == "10.0.0.1"
     assert (address_of(None), address_of(("fe80::1%eth0", 1)), address_of(("x:y", 1))) == ("", "fe80::/64", "x:y")
 
 
-def test_only_a_front_on_this_machine_may_name_its_client():
-    """Else anybody could take as many shares of the device as there are names."""
+def test_client_header_is_trusted_only_from_local_frontend():
+    """Otherwise, a client could get several shares of the device by using several names."""
     headers = [(b"host", b"a"), (CLIENT_HEADER, b"10.0.0.9")]
     assert client_of("127.0.0.1", headers) == client_of("::1", headers) == "10.0.0.9"
     assert client_of("10.0.0.1", headers) == "10.0.0.1"
@@ -60,7 +62,7 @@ def test_only_a_front_on_this_machine_may_name_its_client():
 
 
 @pytest.mark.parametrize(
-    ("listens_on", "names", "taken", "refused"),
+    ("listens_on", "names", "accepted", "rejected"),
     [
         ("127.0.0.1", (), [b"localhost:1", b"127.0.0.1", b"10.0.0.1:80", b"[::1]", b"a.localhost"], [b"a.b", b""]),
         ("0.0.0.0", (), [b"a.b", b"a"], []),
@@ -69,13 +71,13 @@ def test_only_a_front_on_this_machine_may_name_its_client():
         ("localhost", (), [b"localhost"], [b"a.b"]),
     ],
 )  # fmt: skip
-def test_hosts(listens_on, names, taken, refused):
+def test_allowed_hosts_accepts_and_rejects_host_headers(listens_on, names, accepted, rejected):
     hosts = AllowedHosts(listens_on, names)
-    for _ in range(2):  # the second time from memory
-        assert [host in hosts for host in (*taken, *refused)] == [True] * len(taken) + [False] * len(refused)
+    for _ in range(2):  # the second time from the cache
+        assert [host in hosts for host in (*accepted, *rejected)] == [True] * len(accepted) + [False] * len(rejected)
 
 
-def test_connections_may_be_open_as_files():
+def test_allow_open_files_raises_descriptor_limit():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (600, hard))

@@ -1,4 +1,4 @@
-"""Image, compose file and manifests: by the schemas of those who read them, and by what this server knows of itself."""
+"""Image, compose file and manifests are valid for their schemas, and match options and routes of the server."""
 
 import ast
 import importlib
@@ -13,7 +13,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
-from nestrec.base.config_overrides import parse_overrides, with_overrides
+from nestrec.base.config_overrides import apply_overrides, parse_overrides
 from nestrec.cli.app import app
 from nestrec.serving.http.serve_config import ServeConfig
 from nestrec.serving.security.security_config import check_exposure
@@ -26,11 +26,11 @@ ROUTER = {**SERVER, "app.kubernetes.io/component": "router"}
 
 
 def serve_options(words):
-    """The configuration that a command line of `nestrec serve` gives; an unknown option is an error."""
+    """Return the configuration of a command line of `nestrec serve`; an unknown option is an error."""
     assert words[0] == "serve"
     assert words[1] == "--model"
-    cfg = with_overrides(ServeConfig(), parse_overrides(words[3:]))
-    check_exposure(cfg.host, cfg.safety, is_insecure=cfg.insecure, health_port=cfg.health_port)
+    cfg = apply_overrides(ServeConfig(), parse_overrides(words[3:]))
+    check_exposure(cfg.host, cfg.security, is_insecure=cfg.insecure, health_port=cfg.health_port)
     return cfg
 
 
@@ -38,7 +38,7 @@ def serve_options(words):
 
 
 def stages():
-    """Instructions of each stage, by its name, with those of the stage that it is built from before them."""
+    """Return the instructions of each stage by its name, after those of the stage that it is based on."""
     found = {}
     text = re.sub(r"\\\n", " ", DOCKERFILE.read_text())
     for line in text.splitlines():
@@ -49,14 +49,14 @@ def stages():
     return found
 
 
-def test_the_linter_of_dockerfiles_has_nothing_to_say():
+def test_dockerfiles_pass_linter():
     hadolint = Path(sys.executable).parent / "hadolint"
     done = subprocess.run([hadolint, DOCKERFILE], capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, done.stdout) == (0, "")
 
 
 @pytest.mark.parametrize("target", ["cpu", "cuda"])
-def test_an_image_runs_as_nobody_watches_itself_and_starts_a_server_that_asks_for_keys(target):
+def test_image_is_unprivileged_with_health_check_and_keys(target):
     lines = stages()[target]
     assert [line for line in lines if line.startswith("USER ")] == ["USER 10001:10001"]
     copied_in = [line for line in lines if line.startswith(("COPY", "ADD"))]
@@ -67,7 +67,7 @@ def test_an_image_runs_as_nobody_watches_itself_and_starts_a_server_that_asks_fo
     words = json.loads(checks[0].partition("CMD ")[2])
     cfg = serve_options(json.loads(next(line for line in lines if line.startswith("CMD ")).removeprefix("CMD ")))
     assert words == ["nestrec", "health", f"127.0.0.1:{cfg.health_port}"]
-    assert cfg.safety.keys
+    assert cfg.security.api_keys
     assert not cfg.insecure
 
 
@@ -91,7 +91,7 @@ def test_packages_of_the_image_are_those_of_the_project():
         assert f"!{source}" in ignored, f"{source} would not reach the builder"
 
 
-def test_a_health_check_fails_where_nobody_answers():
+def test_health_check_fails_without_server():
     from nestrec.serving.fleet.readiness_probes import free_port
 
     done = CliRunner().invoke(app, ["health", f"127.0.0.1:{free_port()}"])
@@ -107,7 +107,7 @@ def compose():
     return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 
 
-def test_the_compose_file_is_one(compose):
+def test_compose_file_is_valid(compose):
     from compose_spec.models import ComposeSpecification, Service  # half a second of every worker
 
     ComposeSpecification.model_validate(compose)
@@ -129,13 +129,13 @@ def test_the_compose_file_is_one(compose):
                 assert source in compose["volumes"]
 
 
-def test_the_composed_server_has_keys_and_the_composed_store(compose):
+def test_compose_server_has_keys_and_history_store(compose):
     cfg = serve_options(compose["services"]["nestrec"]["command"])
-    assert cfg.safety.keys == "/run/secrets/nestrec_keys"
-    assert cfg.histories.url == "redis://redis:6379/0"
+    assert cfg.security.api_keys == "/run/secrets/nestrec_keys"
+    assert cfg.history_store.url == "redis://redis:6379/0"
     scraped = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yml").read_text())["scrape_configs"][0]
     assert scraped["static_configs"] == [{"targets": [f"nestrec:{cfg.health_port}"]}]
-    assert "nestrec" in cfg.hosts
+    assert "nestrec" in cfg.allowed_hosts
     assert scraped["authorization"]["credentials_file"] == "/run/secrets/prometheus_key"
 
 
@@ -155,7 +155,7 @@ def one(manifests, kind, name="nestrec"):
     return found
 
 
-def test_every_manifest_passes_the_schema_of_its_kind(manifests):
+def test_kubernetes_manifests_pass_their_schemas(manifests):
     for manifest in manifests:
         kubernetes_validate.validate(manifest, "1.32", strict=True)
     broken = {**one(manifests, "HorizontalPodAutoscaler"), "specc": {}}
@@ -173,7 +173,7 @@ def test_every_manifest_passes_the_schema_of_its_kind(manifests):
     ]
 
 
-def test_pods_are_found_by_services_budgets_and_policies_and_run_as_nobody(manifests):
+def test_kubernetes_pods_match_selectors_and_are_unprivileged(manifests):
     pods = {
         name: one(manifests, kind, name)["spec"]["template"]
         for kind, name in (("StatefulSet", "nestrec"), ("Deployment", "nestrec-router"))
@@ -198,16 +198,16 @@ def test_pods_are_found_by_services_budgets_and_policies_and_run_as_nobody(manif
     assert one(manifests, "NetworkPolicy", "nestrec-server")["spec"]["podSelector"]["matchLabels"] == SERVER
 
 
-def test_the_server_of_the_manifests_starts_with_options_that_exist_and_stops_in_its_time(manifests):
+def test_kubernetes_server_options_and_grace_period(manifests):
     pod = one(manifests, "StatefulSet")["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     cfg = serve_options(container["args"])
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
     assert (ports["health"], ports["http"]) == (cfg.health_port, cfg.port)
-    assert cfg.safety.keys.startswith("/keys/")
-    assert cfg.safety.admin_on_health_port
-    assert pod["terminationGracePeriodSeconds"] > cfg.service.drain_s + 5
-    assert cfg.histories.url == f"env:{container['env'][0]['name']}"
+    assert cfg.security.api_keys.startswith("/keys/")
+    assert cfg.security.admin_on_health_port
+    assert pod["terminationGracePeriodSeconds"] > cfg.service.drain_timeout_s + 5
+    assert cfg.history_store.url == f"env:{container['env'][0]['name']}"
 
 
 def test_users_are_hashed_over_as_many_slots_as_there_may_be(manifests):
@@ -240,11 +240,11 @@ def test_instances_behind_proxies_start_with_real_options():
     for slot, line in enumerate(lines):
         cfg = serve_options(line.replace("%i", "1").split())
         assert (cfg.port, cfg.health_port) == (8101 + slot % 3, 8201 + slot % 3)
-        assert cfg.safety.admin_on_health_port
-        assert cfg.limits.max_connections_an_address == cfg.limits.max_connections
+        assert cfg.security.admin_on_health_port
+        assert cfg.limits.max_connections_per_address == cfg.limits.max_connections
 
 
-def test_the_autoscaler_goes_by_metrics_that_the_adapter_makes(manifests):
+def test_kubernetes_autoscaler_metrics_exist(manifests):
     asked = {
         metric["pods"]["metric"]["name"] for metric in one(manifests, "HorizontalPodAutoscaler")["spec"]["metrics"]
     }
@@ -253,7 +253,7 @@ def test_the_autoscaler_goes_by_metrics_that_the_adapter_makes(manifests):
 
 
 @pytest.mark.parametrize("script", sorted(DEPLOY.glob("*.py")), ids=lambda path: path.name)
-def test_scripts_take_what_they_need_from_where_it_is(script: Path) -> None:
+def test_deploy_scripts_import_existing_names(script: Path) -> None:
     for node in ast.walk(ast.parse(script.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nestrec"):
             module = importlib.import_module(str(node.module))

@@ -1,4 +1,4 @@
-"""The shipped dashboard, alerts and autoscaling speak of metrics that a server exports, by usual names."""
+"""The dashboard, alerts and autoscaling rules in `deploy` use metrics that servers export, with conventional names."""
 
 import asyncio
 import json
@@ -14,9 +14,10 @@ import yaml
 from changing_run import ChangingRun
 from prometheus_client.parser import text_string_to_metric_families
 
+from nestrec.base.clock import RealClock
 from nestrec.distributed import Topology
 from nestrec.serving.core.request_limits import LimitsConfig
-from nestrec.serving.core.slot_router import Router
+from nestrec.serving.core.slot_router import KeyedHash, Ring, Router
 from nestrec.serving.fleet.gateway_metrics import GatewayMetrics
 from nestrec.serving.http.http_app import App
 from nestrec.serving.model.served_tables import TablesConfig
@@ -26,8 +27,8 @@ from support.tiny_runs import make_datasets
 
 DEPLOY = Path(__file__).resolve().parents[3] / "deploy"
 EVENTS = {"items": ["1", "2"], "times_ms": [1, 2]}
-OF_OTHERS = {"up"}
-"""what Prometheus makes itself"""
+PROMETHEUS_METRICS = {"up"}
+"""Metrics that Prometheus itself generates."""
 
 
 def publish(run):
@@ -38,7 +39,7 @@ def publish(run):
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory):
-    """Families of a server that has been asked everything once, and of a front with two slots."""
+    """Metric families of a server that has received each kind of request, and of a gateway with two slots."""
     folder = tmp_path_factory.mktemp("model")
     make_datasets(folder)
     address = folder / "published"
@@ -49,14 +50,14 @@ def exported(tmp_path_factory):
     reloader = Reloader(service, "cpu", tables)
     follower = reloader.followers["retrieval"]
     publish(run)
-    assert follower.look()
+    assert follower.poll()
     (address / "newest.json").write_text("damaged")
-    assert not follower.look()
+    assert not follower.poll()
     app = App(service, LimitsConfig(default_timeout_ms=10_000), reloader=reloader)
-    app.count_refusals_of({"unknown": 1})
-    app.metrics.safety = SimpleNamespace(file_ages_s={"keys": 1.0}, certificate_expiry_s=1e9)
+    app.set_auth_failures({"unknown": 1})
+    app.metrics.security = SimpleNamespace(file_ages_s={"keys": 1.0}, certificate_expiry_s=1e9)
 
-    async def ask():
+    async def send_requests():
         transport = httpx.ASGITransport(app)
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             await client.post("/v1/preinfer", json={"user": "u", "history": EVENTS})
@@ -64,14 +65,11 @@ def exported(tmp_path_factory):
                 await client.post("/v1/rank", json={"user": "u", **body})
             return (await client.get("/metrics")).content
 
-    text = asyncio.run(ask())
+    text = asyncio.run(send_requests())
     service.close()
-    from nestrec.base.clock import RealClock
-    from nestrec.serving.core.slot_router import KeyedHash, Ring
-
     keyed = KeyedHash()
-    front = GatewayMetrics(Router(Ring.make(2, keyed), keyed, RealClock())).exposition({0: text, 1: text})
-    return {"server": families_of(text), "front": families_of(front)}
+    gateway = GatewayMetrics(Router(Ring.make(2, keyed), keyed, RealClock())).exposition({0: text, 1: text})
+    return {"server": families_of(text), "gateway": families_of(gateway)}
 
 
 def families_of(text):
@@ -79,7 +77,7 @@ def families_of(text):
 
 
 def samples_of(families):
-    """name of a sample to the values of each label"""
+    """Return the values of each label, by sample name."""
     found = {}
     for family in families.values():
         for sample in family.samples:
@@ -90,7 +88,7 @@ def samples_of(families):
 
 
 def selectors(node):
-    """(metric, matchers) of an expression."""
+    """Yield (metric, matchers) of each selector of an expression."""
     if isinstance(node, promql_parser.VectorSelector):
         yield node.name, node.matchers.matchers
     for name in ("expr", "lhs", "rhs", "vector_selector", "param"):
@@ -115,34 +113,39 @@ def expressions():
         yield f"autoscaling {rule['name']['as']}", query
 
 
-def test_every_expression_reads_metrics_and_labels_that_are_exported(exported):
-    samples = samples_of(exported["server"]) | samples_of(exported["front"])
-    seen = set()
+def test_dashboard_expressions_use_exported_metrics(exported):
+    samples = samples_of(exported["server"]) | samples_of(exported["gateway"])
+    metrics = set()
     for where, expression in expressions():
         found = list(selectors(promql_parser.parse(expression)))
         assert found, (where, expression)
         for metric, matchers in found:
-            assert metric in samples or metric in OF_OTHERS, (where, metric)
+            assert metric in samples or metric in PROMETHEUS_METRICS, (where, metric)
             for matcher in matchers:
                 assert matcher.name in {*samples.get(metric, {}), "job", "instance"}, (where, metric, matcher.name)
-            seen.add(metric)
-        # What a sum is by must be a label of what is summed; Prometheus adds instance and job.
+            metrics.add(metric)
+        # A sum can only be grouped by labels of its metrics; Prometheus adds instance and job.
         for grouped in re.findall(r"by \(([^)]*)\)", expression):
             labels = {name for metric, _ in found for name in samples.get(metric, {})} | {"instance", "job"}
             assert {name.strip() for name in grouped.split(",")} <= labels, (where, grouped)
-    assert len(seen) > 20
+    assert len(metrics) > 20
 
 
-def test_every_metric_of_ours_is_on_the_dashboard_or_in_an_alert(exported):
+def test_metrics_are_on_dashboard_or_in_alert(exported):
     names = {name for _, expression in expressions() for name, _ in selectors(promql_parser.parse(expression))}
     shown = {re.sub(r"_(total|bucket|count|sum)$", "", name) for name in names}
-    elsewhere = {"nestrec_engine_events", "nestrec_router_events", "nestrec_model_loaded_timestamp_seconds"}
+    not_shown = {
+        "nestrec_engine_events",
+        "nestrec_engine_router_events",
+        "nestrec_model_loaded_timestamp_seconds",
+        "nestrec_table_row_lookups",
+    }
     ours = {name for families in exported.values() for name in families if name.startswith("nestrec_")}
-    ours = {name for name in ours if not name.startswith("nestrec_front_process")}
-    assert ours - elsewhere == shown & ours
+    ours = {name for name in ours if not name.startswith("nestrec_gateway_process")}
+    assert ours - not_shown == shown & ours
 
 
-def test_names_follow_the_conventions_and_labels_are_bounded(exported):
+def test_metric_names_and_labels_follow_conventions(exported):
     base_units = ("_seconds", "_bytes", "_pages", "_info", "_ratio")
     for families in exported.values():
         for name, family in families.items():
@@ -163,12 +166,14 @@ def test_names_follow_the_conventions_and_labels_are_bounded(exported):
                     "status",
                     "outcome",
                     "model",
-                    "prefix",
+                    "cache_source",
                     "part",
                     "event",
                     "table",
                     "reason",
                     "slot",
+                    "tier",
+                    "method",
                     "task",
                     "file",
                     "le",
@@ -177,7 +182,7 @@ def test_names_follow_the_conventions_and_labels_are_bounded(exported):
                 }, sample
 
 
-def test_the_dashboard_is_what_its_script_writes():
+def test_dashboard_is_up_to_date():
     sys.path.insert(0, str(DEPLOY))
     try:
         from make_dashboard import dashboard
@@ -188,7 +193,7 @@ def test_the_dashboard_is_what_its_script_writes():
     assert len({panel["id"] for panel in panels}) == len({panel["title"] for panel in panels}) == len(panels)
 
 
-def test_alerts_say_what_to_look_at():
+def test_alerts_have_severity_summary_and_description():
     for group in yaml.safe_load((DEPLOY / "prometheus" / "alerts.yml").read_text())["groups"]:
         for rule in group["rules"]:
             assert rule["labels"]["severity"] in ("warning", "critical")

@@ -1,4 +1,4 @@
-"""Shares of the device's time, and what is expected of them."""
+"""Weighted fair queuing of device time, and the estimated queue delay."""
 
 import random
 from types import SimpleNamespace
@@ -14,65 +14,65 @@ def work(client, user, seconds, number=0):
 
 
 def make():
-    return FairQueue(lambda asked: asked.seconds)
+    return FairQueue(lambda request: request.seconds)
 
 
 def serve(queue, count):
-    """(client, user) of the next, each computed at once; who is popped comes back with as much as before."""
+    """Return (client, user) of the next requests; each is computed at once and then requeued with the same cost."""
     served = []
     for _ in range(count):
-        asked = queue.pop()
-        queue.charge(asked, asked.seconds)
-        queue.settle(asked, is_left=True)
-        served.append((asked.client, asked.key.user))
+        request = queue.pop()
+        queue.charge(request, request.seconds)
+        queue.requeue(request, is_unfinished=True)
+        served.append((request.client, request.key.user))
     return served
 
 
-def test_clients_share_the_device_by_seconds_and_not_by_requests_or_users():
+def test_fair_queue_shares_device_time_between_clients():
     queue = make()
     for user in range(10):
         queue.push(work("many", str(user), 1.0))
     queue.push(work("one", "0", 5.0))
     served = serve(queue, 600)
-    given = {
+    device_s = {
         name: sum((1.0 if client == "many" else 5.0) for client, _ in served if client == name)
         for name in ("many", "one")
     }
-    assert abs(given["many"] - given["one"]) <= 10.0
+    assert abs(device_s["many"] - device_s["one"]) <= 10.0
     users = [user for client, user in served if client == "many"]
     assert max(map(users.count, set(users))) - min(map(users.count, set(users))) <= 1
 
 
-def test_whoever_asks_for_less_goes_first_and_nobody_waits_for_ever():
+def test_fair_queue_favors_light_clients_without_starvation():
     queue = make()
     for user in range(4):
         queue.push(work("c", f"long{user}", 10.0))
     order = []
-    for number in range(200):  # a stream of users who ask for little, once
+    for number in range(200):  # a stream of users with one short request each
         queue.push(work("c", f"short{number}", 1.0))
-        asked = queue.pop()
-        queue.charge(asked, asked.seconds)
-        queue.settle(asked, is_left=asked.seconds == 10.0)
-        order.append(asked.key.user)
+        request = queue.pop()
+        queue.charge(request, request.seconds)
+        queue.requeue(request, is_unfinished=request.seconds == 10.0)
+        order.append(request.key.user)
     assert order[:3] == ["short0", "short1", "short2"]
     for user in range(4):
         assert f"long{user}" in order
 
 
-def test_a_request_in_pieces_goes_on_before_equal_ones_and_behind_shorter_ones():
-    """Taking turns piece by piece, all of them would end late."""
-    queue = FairQueue(lambda asked: min(asked.seconds, 1.0), lambda asked: asked.seconds)
-    left = {"a": 4.0, "b": 4.0, "short": 0.5}
+def test_fair_queue_order_of_chunked_requests():
+    """If chunks of the requests alternated, all of them would end late."""
+    queue = FairQueue(lambda request: min(request.seconds, 1.0), lambda request: request.seconds)
+    remaining_s = {"a": 4.0, "b": 4.0, "short": 0.5}
     queue.push(work("c", "a", 4.0))
     order = []
-    while left:
-        asked = queue.pop()
-        user = asked.key.user
-        queue.charge(asked, min(1.0, left[user]))
-        left[user] -= min(1.0, left[user])
-        if not left[user]:
-            del left[user]
-        queue.settle(asked, is_left=user in left)
+    while remaining_s:
+        request = queue.pop()
+        user = request.key.user
+        queue.charge(request, min(1.0, remaining_s[user]))
+        remaining_s[user] -= min(1.0, remaining_s[user])
+        if not remaining_s[user]:
+            del remaining_s[user]
+        queue.requeue(request, is_unfinished=user in remaining_s)
         order.append(user)
         if len(order) == 1:
             queue.push(work("c", "b", 4.0))
@@ -81,7 +81,7 @@ def test_a_request_in_pieces_goes_on_before_equal_ones_and_behind_shorter_ones()
     assert order == ["a", "a", "short", "a", "a", "b", "b", "b", "b"]
 
 
-def test_requests_of_a_user_keep_their_order_and_none_is_lost_over_random_schedules():
+def test_fair_queue_keeps_order_per_user():
     for seed in range(30):
         rng = random.Random(seed)
         queue = make()
@@ -93,49 +93,55 @@ def test_requests_of_a_user_keep_their_order_and_none_is_lost_over_random_schedu
             if rng.random() < 0.5:
                 num_pushed += 1
                 queue.push(work(rng.choice("ab"), rng.choice("xyz"), rng.random(), num_pushed))
-            taken = []
+            batch = []
             while queue and rng.random() < 0.6:
-                taken.append(queue.pop())
-                queue.charge(taken[-1], rng.choice([0.0, rng.random()]))
-            assert len({(asked.client, asked.key.user) for asked in taken}) == len(taken), "a user once in a batch"
-            for asked in taken:
-                is_left = rng.random() < 0.3
-                queue.settle(asked, is_left=is_left)
-                if not is_left:
-                    name = (asked.client, asked.key.user)
-                    assert last.get(name, 0) < asked.number
-                    last[name], num_served = asked.number, num_served + 1
+                batch.append(queue.pop())
+                queue.charge(batch[-1], rng.choice([0.0, rng.random()]))
+            assert len({(request.client, request.key.user) for request in batch}) == len(batch), (
+                "a batch may contain only one request per user"
+            )
+            for request in batch:
+                is_unfinished = rng.random() < 0.3
+                queue.requeue(request, is_unfinished=is_unfinished)
+                if not is_unfinished:
+                    name = (request.client, request.key.user)
+                    assert last.get(name, 0) < request.number
+                    last[name], num_served = request.number, num_served + 1
             waiting = num_pushed - num_served
             assert len(queue) == len(list(queue)) == waiting
             assert bool(queue) == (waiting > 0)
 
 
-def test_what_a_request_waits_for_is_its_share_or_all_there_is():
-    backlog = QueueEstimate()
-    assert backlog.expected_s("a", "u", 2.0) == 2.0
-    backlog.add("a", "u", 10.0)
-    assert backlog.expected_s("b", "v", 1.0) == 2.0, "half of the device until it is done"
-    assert backlog.expected_s("b", "v", 30.0) == 40.0, "all there is"
-    assert backlog.expected_s("a", "w", 1.0) == backlog.expected_s("a", None, 1.0) == 2.0, "as of another client"
-    assert backlog.expected_s("a", "u", 1.0) == 11.0, "behind its own"
-    backlog.add("b", "v", 1.0)
-    assert backlog.expected_s("a", "w", 1.0) == pytest.approx(4.0)
-    backlog.remove("a", "u", 10.0)
-    backlog.remove("b", "v", 1.0)
-    assert (backlog.seconds, backlog.num_works, backlog.expected_s("b", "v", 1.0)) == (0.0, 0, 1.0)
+def test_fair_queue_wait_estimate_is_bounded():
+    estimate = QueueEstimate()
+    assert estimate.completion_s("a", "u", 2.0) == 2.0
+    estimate.add("a", "u", 10.0)
+    assert estimate.completion_s("b", "v", 1.0) == 2.0, "the client gets half of the device until its request is done"
+    assert estimate.completion_s("b", "v", 30.0) == 40.0, "all queued work is computed before a long request ends"
+    assert estimate.completion_s("a", "w", 1.0) == estimate.completion_s("a", None, 1.0) == 2.0, (
+        "other users of the client have the same delay as other clients"
+    )
+    assert estimate.completion_s("a", "u", 1.0) == 11.0, "requests of one user are computed in order"
+    estimate.add("b", "v", 1.0)
+    assert estimate.completion_s("a", "w", 1.0) == pytest.approx(4.0)
+    estimate.remove("a", "u", 10.0)
+    estimate.remove("b", "v", 1.0)
+    assert (estimate.seconds, estimate.num_requests, estimate.completion_s("b", "v", 1.0)) == (0.0, 0, 1.0)
 
 
-def test_signals_are_no_reason_to_refuse_a_request_that_goes_before_them():
-    backlog = QueueEstimate(most_signals_s=0.5)
+def test_fair_queue_wait_estimate_limits_preinfer_requests():
+    estimate = QueueEstimate(max_preinfer_s=0.5)
     for _ in range(100):
-        backlog.add_signal(0.2)
-    assert backlog.expected_s("a", "u", 1.0) == pytest.approx(1.5), "what a batch may have of them"
-    assert backlog.before_request_s == pytest.approx(0.5)
-    backlog.add("a", "u", 2.0)
-    assert backlog.expected_s("b", "v", 3.0) == pytest.approx(5.5)
-    assert (backlog.seconds, backlog.num_works) == (pytest.approx(22.0), 101)
+        estimate.add_preinfer(0.2)
+    assert estimate.completion_s("a", "u", 1.0) == pytest.approx(1.5), (
+        "only the pre-infer time that a batch may contain counts"
+    )
+    assert estimate.queue_delay_s == pytest.approx(0.5)
+    estimate.add("a", "u", 2.0)
+    assert estimate.completion_s("b", "v", 3.0) == pytest.approx(5.5)
+    assert (estimate.seconds, estimate.num_requests) == (pytest.approx(22.0), 101)
     for _ in range(100):
-        backlog.remove_signal(0.2)
-    assert (backlog.signals_s, backlog.num_works) == (0.0, 1)
-    backlog.remove("a", "u", 2.0)
-    assert (backlog.seconds, backlog.num_works) == (0.0, 0)
+        estimate.remove_preinfer(0.2)
+    assert (estimate.preinfer_s, estimate.num_requests) == (0.0, 1)
+    estimate.remove("a", "u", 2.0)
+    assert (estimate.seconds, estimate.num_requests) == (0.0, 0)

@@ -1,17 +1,22 @@
-"""The embedded store of histories, and how histories are packed."""
+"""The in-memory history store and the encoding of histories."""
 
 import random
 
 import pytest
 
-from nestrec.serving.history_store.history_codec import CorruptHistoryError, joined_history, packed, unpacked
+from nestrec.serving.history_store.history_codec import (
+    CorruptHistoryError,
+    concatenate_histories,
+    decode_parts,
+    encode_events,
+)
 from nestrec.serving.history_store.history_store import HistoryStoreConfig
 from nestrec.serving.history_store.memory_store import MemoryHistoryStore
 from nestrec_bench.harness.clocks import ManualClock
 
 
-class Embedded:
-    """The store without its event loop, which it does not need."""
+class SyncHistoryStore:
+    """The in-memory store with synchronous methods; it never waits, so it needs no event loop."""
 
     def __init__(self, cfg, clock=None):
         self._store = MemoryHistoryStore(cfg, clock)
@@ -26,30 +31,30 @@ def _result(call):
         call.send(None)
     except StopIteration as end:
         return end.value
-    raise AssertionError("it waits for something")
+    raise AssertionError("the store must not wait")
 
 
 def events(*times):
     return {"items": [f"i{t}" for t in times], "times_ms": list(times)}
 
 
-def test_events_are_joined_in_order_and_bounded():
-    store = Embedded(HistoryStoreConfig(max_events=3))
+def test_history_store_orders_and_bounds_events():
+    store = SyncHistoryStore(HistoryStoreConfig(max_events=3))
     assert store.append("a", events(1, 2)) == 2
     assert store.append("a", events(2, 3)) == 3
     assert store.get("a")["items"] == ["i2", "i2", "i3"]
     assert store.append("a", events(1)) == 3
-    assert store.get("a")["times_ms"] == [2, 2, 3], "what is too old is not kept"
+    assert store.get("a")["times_ms"] == [2, 2, 3], "events beyond max_events must not be stored"
 
 
-def test_columns_that_are_missing_on_one_side_are_filled():
-    joined = joined_history([events(1), {**events(2), "actions": [3], "features": {"tab": ["home"]}}])
-    assert joined["actions"] == [None, 3], "not told is not the same as nothing done"
+def test_history_codec_fills_missing_columns():
+    joined = concatenate_histories([events(1), {**events(2), "actions": [3], "features": {"tab": ["home"]}}])
+    assert joined["actions"] == [None, 3], "a missing column differs from one without actions"
     assert joined["features"] == {"tab": [None, "home"]}
 
 
-def test_the_least_recently_used_user_is_forgotten():
-    store = Embedded(HistoryStoreConfig(max_users=2))
+def test_history_store_evicts_least_recently_used_user():
+    store = SyncHistoryStore(HistoryStoreConfig(max_users=2))
     store.append("a", events(1))
     store.append("b", events(1))
     store.get("a")
@@ -60,14 +65,14 @@ def test_the_least_recently_used_user_is_forgotten():
     assert store.get("a") is None
 
 
-def test_bytes_are_bounded_for_a_user_and_in_all_and_the_newest_events_stay():
-    store = Embedded(HistoryStoreConfig(max_user_bytes=2000, max_bytes=5000))
+def test_history_store_bytes_are_bounded():
+    store = SyncHistoryStore(HistoryStoreConfig(max_user_bytes=2000, max_bytes=5000))
     for number in range(300):
         store.append("a", {**events(number), "items": ["x" * 50 + str(number)]})
-        kept = store.get("a")
-        assert len(packed("a", kept)) <= 2000
-        assert kept["times_ms"] == list(range(number + 1 - len(kept["items"]), number + 1))
-    assert len(kept["items"]) >= 10
+        stored = store.get("a")
+        assert len(encode_events("a", stored)) <= 2000
+        assert stored["times_ms"] == list(range(number + 1 - len(stored["items"]), number + 1))
+    assert len(stored["items"]) >= 10
     for user in range(50):
         store.append(f"u{user}", {**events(1, 2), "items": ["y" * 500] * 2})
         assert store.num_bytes <= 5000
@@ -80,11 +85,11 @@ def test_bytes_are_bounded_for_a_user_and_in_all_and_the_newest_events_stay():
     assert store.num_bytes == 0
 
 
-def test_parts_make_no_difference():
-    """Many small additions against one list, over random ones."""
+def test_history_store_appends_equal_one_history():
+    """Random small appends give the same history as one list."""
     rng = random.Random(1)
-    store = Embedded(HistoryStoreConfig(max_events=150))
-    kept = []
+    store = SyncHistoryStore(HistoryStoreConfig(max_events=150))
+    stored = []
     for number in range(400):
         count = rng.choice([0, 1, 1, 2, 5])
         more = [
@@ -92,18 +97,18 @@ def test_parts_make_no_difference():
             for i in range(count)
         ]
         items, times, actions, tabs = (list(column) for column in (zip(*more, strict=True) if more else [[]] * 4))
-        kept += more
+        stored += more
         added = {"items": items, "times_ms": times, "actions": actions, "features": {"tab": tabs}}
-        assert store.append("a", added) == min(150, len(kept))
-        if rng.random() < 0.2 and kept:
+        assert store.append("a", added) == min(150, len(stored))
+        if rng.random() < 0.2 and stored:
             found = store.get("a")
             columns = (found["items"], found["times_ms"], found["actions"], found["features"]["tab"])
-            assert list(zip(*columns, strict=True)) == kept[-150:]
+            assert list(zip(*columns, strict=True)) == stored[-150:]
 
 
-def test_events_are_forgotten_some_time_after_the_last_of_them():
+def test_history_store_expires_users_after_last_event():
     clock = ManualClock()
-    store = Embedded(HistoryStoreConfig(ttl_s=10.0), clock)
+    store = SyncHistoryStore(HistoryStoreConfig(ttl_s=10.0), clock)
     store.append("a", events(1))
     clock.sleep(9.0)
     store.append("a", events(2))
@@ -129,7 +134,7 @@ KINDS = [
 ]
 
 
-def test_what_is_packed_is_what_is_read():
+def test_history_codec_round_trip():
     rng = random.Random(5)
     for _ in range(300):
         parts = []
@@ -141,28 +146,28 @@ def test_what_is_packed_is_what_is_read():
             features = dict(zip(rng.sample(["tab", "ä", ""], 2), columns, strict=False))
             actions = rng.choice([columns[2], None])
             parts.append({"items": items, "times_ms": times, "actions": actions, "features": features})
-        read = unpacked("ann", b"".join(packed("ann", part) for part in parts))
-        assert joined_history(read) == joined_history(parts)
+        read = decode_parts("ann", b"".join(encode_events("ann", part) for part in parts))
+        assert concatenate_histories(read) == concatenate_histories(parts)
 
 
-def test_a_history_that_is_damaged_or_another_users_is_not_read():
-    part = packed("ann", events(1, 2, 3))
-    assert unpacked("ann", part + part)[1]["times_ms"] == [1, 2, 3]
+def test_history_codec_rejects_corrupt_or_foreign_history():
+    part = encode_events("ann", events(1, 2, 3))
+    assert decode_parts("ann", part + part)[1]["times_ms"] == [1, 2, 3]
     with pytest.raises(CorruptHistoryError):
-        unpacked("bob", part)
-    for place in range(len(part)):
+        decode_parts("bob", part)
+    for index in range(len(part)):
         damaged = bytearray(part)
-        damaged[place] ^= 1
+        damaged[index] ^= 1
         with pytest.raises(CorruptHistoryError):
-            unpacked("ann", bytes(damaged))
-        if place:
+            decode_parts("ann", bytes(damaged))
+        if index:
             with pytest.raises(CorruptHistoryError):
-                unpacked("ann", part + part[:place])
+                decode_parts("ann", part + part[:index])
 
 
-def test_packed_events_take_few_bytes():
+def test_history_codec_uses_few_bytes_per_event():
     rng = random.Random(2)
     times = sorted(rng.randrange(1_600_000_000_000, 1_620_000_000_000) for _ in range(1000))
     items, tabs = [str(rng.randrange(10**6)) for _ in times], [rng.choice(["home", "search"]) for _ in times]
     history = {"items": items, "times_ms": times, "actions": ["click"] * 1000, "features": {"tab": tabs}}
-    assert len(packed("ann", history)) < 11 * 1000, "4 for the item, 4 for the time, 1 for each word"
+    assert len(encode_events("ann", history)) < 11 * 1000, "4 bytes for the item, 4 for the time, 1 for each text"

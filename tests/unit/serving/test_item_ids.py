@@ -1,4 +1,4 @@
-"""Ids of items by their names in the source."""
+"""The map from item keys of the source to item ids."""
 
 import random
 import tracemalloc
@@ -7,7 +7,7 @@ import pytest
 
 from nestrec.serving.model.item_id_map import ItemIds
 
-CATALOGUES = {
+CATALOGS = {
     "counted": [str(i) for i in range(1, 200)],
     "from zero": [str(i) for i in range(200)],
     "shuffled": [str((i * 77) % 311) for i in range(300)],
@@ -19,9 +19,9 @@ CATALOGUES = {
 }
 
 
-@pytest.mark.parametrize("name", CATALOGUES)
-def test_all_at_once_is_one_by_one(name):
-    keys = CATALOGUES[name]
+@pytest.mark.parametrize("name", CATALOGS)
+def test_item_id_map_batch_equals_single_lookups(name):
+    keys = CATALOGS[name]
     ids = ItemIds(keys)
     rng = random.Random(name)
     known = {key: i + 1 for i, key in enumerate(keys)}
@@ -29,20 +29,20 @@ def test_all_at_once_is_one_by_one(name):
     numbers = [int(key) for key in keys if key.isdecimal() and len(key) < 20]
     for pool in (odd, [*keys, *odd], [k for k in odd if isinstance(k, int)] + numbers, numbers):
         for _ in range(20):
-            asked = [rng.choice(pool) for _ in range(rng.randrange(9))] if pool else []
-            # A number is found where the source writes it as str does.
-            assert ids.of(asked).tolist() == [known.get(str(key), 0) for key in asked]
+            requested = [rng.choice(pool) for _ in range(rng.randrange(9))] if pool else []
+            # An integer matches the key that is its decimal text.
+            assert ids.of(requested).tolist() == [known.get(str(key), 0) for key in requested]
 
 
 @pytest.mark.parametrize("wrong", [True, 1.0, None, [1], {}])
-def test_other_types_are_refused(wrong):
+def test_item_id_map_rejects_other_types(wrong):
     for keys in ([wrong], [1, 2, wrong], ["a", wrong]):
         with pytest.raises(TypeError):
-            ItemIds(CATALOGUES["counted"]).of(keys)
+            ItemIds(CATALOGS["counted"]).of(keys)
 
 
-def test_names_that_come_are_found_and_the_table_is_not_copied_for_each_of_them():
-    """Batches wait meanwhile."""
+def test_item_id_map_appends_without_copying():
+    """Batches wait during an append, so it must be short."""
     keys = [str(i) for i in range(20_000)]
     ids = ItemIds(keys)
     for number in range(20_000, 20_020):
@@ -50,7 +50,7 @@ def test_names_that_come_are_found_and_the_table_is_not_copied_for_each_of_them(
         ids.grow([str(number), f"text {number}"], len(keys))
         _, peak_bytes = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert number == 20_000 or peak_bytes < 8 * len(keys) / 4  # the first one makes room
+        assert number == 20_000 or peak_bytes < 8 * len(keys) / 4  # the first append may reallocate
         keys += [str(number), f"text {number}"]
         assert ids.of([number, number + 1, str(number)]).tolist() == [len(keys) - 1, 0, len(keys) - 1]
         assert ids.of([f"text {number}", 0]).tolist() == [len(keys), 1]

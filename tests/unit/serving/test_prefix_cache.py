@@ -1,4 +1,4 @@
-"""The prefix cache under random schedules: bounds, pins, identity."""
+"""The prefix cache under random schedules: bounds, pins and identity of prefixes."""
 
 import random
 from hashlib import blake2b
@@ -43,7 +43,7 @@ def find(cache, user, length=1 << 30):
     return cache.find(key_of(user), lambda n: digest(user, n) if n <= length else None)
 
 
-def test_a_prefix_is_found_by_its_own_user_and_model_only():
+def test_prefix_cache_returns_prefix_of_user_and_model():
     cache, _ = make()
     cache.unpin(put(cache, "a", 5))
     assert find(cache, "a").length == 5
@@ -51,7 +51,7 @@ def test_a_prefix_is_found_by_its_own_user_and_model_only():
     assert cache.find(key_of("a", "2"), lambda n: digest("a", n)) is None
 
 
-def test_a_changed_or_shortened_history_ends_the_entry():
+def test_prefix_cache_invalidates_changed_history():
     cache, _ = make()
     cache.unpin(put(cache, "a", 5))
     assert find(cache, "a", length=4) is None
@@ -61,7 +61,7 @@ def test_a_changed_or_shortened_history_ends_the_entry():
     assert find(cache, "a") is None
 
 
-def test_an_entry_grows_in_place_and_keeps_its_first_pages():
+def test_prefix_cache_entry_grows_in_place():
     cache, _ = make()
     entry = put(cache, "a", 5)
     before = list(entry.pages)
@@ -71,12 +71,12 @@ def test_an_entry_grows_in_place_and_keeps_its_first_pages():
     assert len(entry.pages) == 3
 
 
-def test_eviction_takes_the_least_recently_used_and_spares_pins_and_holds():
+def test_prefix_cache_evicts_lru_except_pinned():
     cache, clock = make(num_pages=4)
     entries = {user: put(cache, user, PAGE) for user in "abcd"}
     for user in "acd":
         cache.unpin(entries[user])
-    cache.hold(entries["a"], until_s=10.0)
+    cache.reserve_until(entries["a"], until_s=10.0)
     assert find(cache, "c") is not None
     cache.unpin(put(cache, "e", PAGE))
     assert find(cache, "d") is None
@@ -89,7 +89,7 @@ def test_eviction_takes_the_least_recently_used_and_spares_pins_and_holds():
     assert find(cache, "b") is not None
 
 
-def test_an_entry_expires():
+def test_prefix_cache_entry_expires():
     cache, clock = make(ttl_s=5.0)
     cache.unpin(put(cache, "a", 3))
     clock.sleep(5.0)
@@ -98,7 +98,7 @@ def test_an_entry_expires():
 
 
 class Schedule:
-    """Random operations beside an oracle that knows what every page holds."""
+    """Random operations, compared with an oracle that records the owner of every page."""
 
     def __init__(self, seed, bits):
         self.rng = random.Random(seed)
@@ -114,7 +114,7 @@ class Schedule:
             )()
             self.cache.check()
             for entry in self.pinned:
-                assert self.holds(entry), "a pinned entry lost its pages"
+                assert self.holds(entry), "a pinned entry must not lose its pages"
             if self.rng.random() < 0.02:
                 self.cache.drop_all(lambda key: key.user == "1")
 
@@ -133,23 +133,23 @@ class Schedule:
         else:
             self.cache.pin(entry)
             length += entry.length
-        if self.grown(entry, length):
+        if self.grow(entry, length):
             for page in entry.pages:
                 self.page_owner[page] = str(user)
             self.cache.commit(entry, length, digest(user, length))
             if self.rng.random() < 0.2:
-                self.cache.hold(entry, self.clock.now_s() + self.rng.random() * 5)
+                self.cache.reserve_until(entry, self.clock.now_s() + self.rng.random() * 5)
         self.keep_or_unpin(entry)
 
-    def grown(self, entry, length):
-        """Room is made of what nobody has pinned or holds, oldest first; where that is too little, of nothing."""
+    def grow(self, entry, length):
+        """Grow an entry, and check that it evicts the least recently used unpinned entries, or none if it fails."""
         now_s = self.clock.now_s()
         before = self.cache.entries()
-        spared = [one for one in before if one is entry or one.pins or one.held_until_s > now_s]
+        protected = [other for other in before if other is entry or other.pins or other.reserved_until_s > now_s]
         has_room = self.cache.grow(entry, length)
-        assert not any(one.is_dropped for one in spared)
-        evicted = [one.is_dropped for one in before if one not in spared]
-        assert evicted == sorted(evicted, reverse=True), "the least recently used first"
+        assert not any(other.is_dropped for other in protected)
+        evicted = [other.is_dropped for other in before if other not in protected]
+        assert evicted == sorted(evicted, reverse=True), "the least recently used entries must be evicted first"
         assert has_room or not any(evicted)
         return has_room
 
@@ -161,7 +161,7 @@ class Schedule:
         self.num_reads += 1
         assert entry.key.user == str(user)
         assert entry.content == digest(user, entry.length)
-        assert self.holds(entry), "read another user's page"
+        assert self.holds(entry), "the pages must belong to the user"
         self.cache.pin(entry)
         self.keep_or_unpin(entry)
 
@@ -176,14 +176,14 @@ class Schedule:
             self.cache.unpin(self.pinned.pop(self.rng.randrange(len(self.pinned))))
 
     def drop(self):
-        self.cache.drop(key_of(self.rng.randrange(8)))
+        self.cache.evict(key_of(self.rng.randrange(8)))
 
     def wait(self):
         self.clock.sleep(self.rng.random() * 10)
 
 
 @pytest.mark.parametrize("num_schedules", [10_000, pytest.param(40_000, marks=pytest.mark.slow)])
-def test_random_schedules_never_read_across_users_nor_lose_a_page(num_schedules):
+def test_prefix_cache_random_operations_keep_invariants(num_schedules):
     """Schedules of 25 operations each; buckets have two bits, so that most keys collide."""
     num_reads = 0
     for seed in range(num_schedules):
@@ -193,7 +193,7 @@ def test_random_schedules_never_read_across_users_nor_lose_a_page(num_schedules)
     assert num_reads > 5_000
 
 
-def test_nothing_leaks_once_all_pins_are_gone():
+def test_prefix_cache_without_pins_frees_all_pages():
     schedule = Schedule(1, bits=64)
     schedule.run(2_000)
     while schedule.pinned:

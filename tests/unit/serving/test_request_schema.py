@@ -1,4 +1,4 @@
-"""Checks of requests: the error message of each kind of mistake, and bounds that are enforced as they are described."""
+"""Validation of requests: the message of each kind of error, and bounds that match the JSON schema."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,40 +10,42 @@ from nestrec.base.config_values import NumberRange
 from nestrec.serving.core.request_limits import BadRequestError, LimitsConfig
 from nestrec.serving.inputs.request_schema import AtLeast, RankRequest, json_schema, reader
 
-LIMITS = LimitsConfig(max_candidates=4, max_id_characters=8, max_user_characters=5)
+LIMITS = LimitsConfig(max_candidates=4, max_item_id_length=8, max_user_id_length=5)
 VALID = {"user": "ann", "candidates": [1, "b"]}
 RANK_FIELDS = (
-    "user, candidates, history, prefer_kept, user_features, now_ms, timeout_ms, unknown, context, candidate_features"
+    "user, candidates, history, prefer_stored_history, user_features, now_ms, timeout_ms, on_unknown, context, "
+    "candidate_features"
 )
 
 
 def error_of(shape, data):
     with pytest.raises(BadRequestError) as error:
         reader(shape, LIMITS)(data)
-    return f"{error.value.option}: {error.value.message}"
+    return f"{error.value.field}: {error.value.message}"
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"canddates": [1]}, f"canddates: unknown field; known: {RANK_FIELDS}"),
-        ({"history": {"itms": [1]}}, "history.itms: unknown field; known: items, times_ms, actions, features"),
+        ({"canddates": [1]}, f"canddates: unknown field; known fields: {RANK_FIELDS}"),
+        ({"unknown": "drop"}, f"unknown: unknown field; did you mean on_unknown? Known fields: {RANK_FIELDS}"),
+        ({"history": {"itms": [1]}}, "history.itms: unknown field; known fields: items, times_ms, actions, features"),
         ({"history": 3}, "history: must be an object"),
-        ({"user": 1.5}, "user: must be text of 1 to 5 characters or a whole number"),
+        ({"user": 1.5}, "user: must be text of 1 to 5 characters or an integer"),
         ({"user": "x" * 6}, "user: must be text of 1 to 5 characters"),
-        ({"unknown": "maybe"}, "unknown: must be one of last, score, drop, refuse"),
-        ({"timeout_ms": 0}, "timeout_ms: must be a whole number from 1 to 10000"),
-        ({"timeout_ms": True}, "timeout_ms: must be a whole number from 1 to 10000"),
-        ({"prefer_kept": 1}, "prefer_kept: must be true or false"),
+        ({"on_unknown": "maybe"}, "on_unknown: must be one of last, score, drop, reject"),
+        ({"timeout_ms": 0}, "timeout_ms: must be an integer from 1 to 10000"),
+        ({"timeout_ms": True}, "timeout_ms: must be an integer from 1 to 10000"),
+        ({"prefer_stored_history": 1}, "prefer_stored_history: must be true or false"),
         ({"candidates": "12"}, "candidates: must be a list"),
         ({"candidates": []}, "candidates: must have at least 1 value"),
         ({"candidates": [1] * 5}, "candidates: must have at most 4 values"),
         (
             {"candidates": [1, None]},
-            "candidates: must be a list of values, each text of 0 to 8 characters or a whole number",
+            "candidates: must be a list of values, each text of 0 to 8 characters or an integer",
         ),
         ({"candidates": ["x" * 9, "y"]}, "candidates: must be text of 0 to 8 characters"),
-        ({"history": {"times_ms": [5, -1]}}, "history.times_ms: must be a whole number from 0 to 7258118400000"),
+        ({"history": {"times_ms": [5, -1]}}, "history.times_ms: must be an integer from 0 to 7258118400000"),
         ({"history": {"features": {"tab": "home"}}}, "history.features.tab: must be a list"),
         ({"context": {"tab": "x" * 4097}}, "context.tab: must be text of 0 to 4096 characters"),
     ],
@@ -52,8 +54,8 @@ def test_request_errors_name_field_and_expectation(change, message):
     assert error_of(RankRequest, {**VALID, **change}) == message
 
 
-def test_missing_field_is_named():
-    assert error_of(RankRequest, {"user": "ann"}) == "candidates: is needed"
+def test_request_errors_name_missing_field():
+    assert error_of(RankRequest, {"user": "ann"}) == "candidates: is required"
 
 
 @dataclass
@@ -78,11 +80,11 @@ class Product:
         ({"codes": [1, 2, 3]}, "codes: must be one of 1, 3"),
     ],
 )
-def test_bounds_that_are_described_are_enforced(data, message):
+def test_request_bounds_of_schema_are_enforced(data, message):
     assert error_of(Product, data) == message
 
 
-def test_described_bounds_are_those_of_the_types():
+def test_request_bounds_of_schema_equal_those_of_types():
     named = {}
     json_schema(Product, LIMITS, named)
     properties = named["Product"]["properties"]
@@ -91,8 +93,8 @@ def test_described_bounds_are_those_of_the_types():
     assert properties["codes"]["anyOf"][0] == {"type": "array", "items": {"enum": [1, 3]}}
 
 
-def test_objects_inside_are_read_as_dataclasses():
+def test_request_nested_objects_are_dataclasses():
     data = {"share": 0.5, "parts": [{"size": 2}, {}], "by_name": {"a": {"size": 3}, "b": [{}], "c": None}}
     expected = Product(share=0.5, parts=[Part(2), Part()], by_name={"a": Part(3), "b": [Part()], "c": None})
     assert reader(Product, LIMITS)(data) == expected
-    assert error_of(Product, {"by_name": {"a": [{"size": 0}]}}) == "by_name.a.size: must be a whole number from 1"
+    assert error_of(Product, {"by_name": {"a": [{"size": 0}]}}) == "by_name.a.size: must be an integer from 1"

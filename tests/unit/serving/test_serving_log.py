@@ -1,4 +1,4 @@
-"""The log of a server."""
+"""The non-blocking log handler of a server."""
 
 import json
 import logging
@@ -8,7 +8,7 @@ import threading
 from nestrec.serving.http.server_logging import LogConfig, NonBlockingLogHandler
 
 
-def test_a_log_that_nobody_reads_stops_nobody_and_goes_on_when_somebody_does():
+def test_log_blocked_reader_does_not_block_server():
     reads, writes = os.pipe()
     handler = NonBlockingLogHandler(writes)
     logger = logging.Logger("a")
@@ -28,12 +28,12 @@ def test_a_log_that_nobody_reads_stops_nobody_and_goes_on_when_somebody_does():
     assert b" ERROR a: message 0 " in received
     assert b"message 4999" not in received
     while b"the last one" not in received:
-        logger.error("the %s one", "last")  # again, where there was no room yet
+        logger.error("the %s one", "last")  # repeated until the pipe has room
         received += os.read(reads, 1 << 16)
     os.close(reads)
 
 
-def test_a_disk_that_was_full_costs_the_messages_of_that_time_alone():
+def test_log_full_disk_drops_messages_only():
     reads, writes = os.pipe()
     os.set_blocking(reads, False)
     full = os.open("/dev/full", os.O_WRONLY)
@@ -47,10 +47,10 @@ def test_a_disk_that_was_full_costs_the_messages_of_that_time_alone():
     logger.error("room again")
     handler.wait(30.0)
     lines = [json.loads(line)["message"] for line in os.read(reads, 1 << 16).splitlines()]
-    assert lines == ["room again", "3 messages were dropped: nobody took them"]
+    assert lines == ["room again", "3 messages were dropped: the log is not read fast enough"]
 
 
-def test_a_message_that_cannot_be_formatted_ends_nothing():
+def test_log_unformattable_message_is_ignored():
     reads, writes = os.pipe()
     logger = logging.Logger("a")
     logger.addHandler(NonBlockingLogHandler(writes))

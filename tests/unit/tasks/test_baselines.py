@@ -19,39 +19,39 @@ ITEMS = np.array([1, 2, 3, 2, 3, 3, 1, 2])
 OFFSETS = np.array([0, 3, 5, 8])
 
 
-def test_popularity_counts_events_and_breaks_ties_by_id() -> None:
+def test_popularity_baseline_counts_events_and_breaks_ties_by_id() -> None:
     popularity = Popularity(ITEMS, num_items=5)
     assert popularity.top(np.array([1]), set(), 5) == [2, 3, 1, 4, 5]
     assert popularity.top(np.array([1]), {2, 4}, 2) == [3, 1]
     assert popularity.top(np.array([1]), {1, 2, 3, 4, 5}, 3) == []
 
 
-def test_last_item_ranks_followers_within_a_user_then_by_popularity() -> None:
+def test_last_item_baseline_ranks_followers_then_popularity() -> None:
     system = LastItem(ITEMS, OFFSETS, Popularity(ITEMS, num_items=5))
-    # 2 is followed by 3 twice; 3 then 2 and 2 then 3 across the borders of users do not count.
+    # Item 2 is followed by 3 twice; successions across the boundaries of users do not count.
     assert system.top(np.array([2]), set(), 3) == [3, 2, 1]
     assert system.top(np.array([1]), set(), 2) == [2, 3]
     assert system.top(np.array([3]), set(), 2) == [1, 2]
     assert system.top(np.array([3]), {1}, 2) == [2, 3]
 
 
-def test_an_item_without_followers_falls_back_to_popularity() -> None:
+def test_last_item_baseline_falls_back_to_popularity() -> None:
     system = LastItem(ITEMS, OFFSETS, Popularity(ITEMS, num_items=5))
     assert system.top(np.array([5]), set(), 3) == [2, 3, 1]
     assert system.top(np.array([4]), {2}, 3) == [3, 1, 4]
 
 
-def test_users_without_training_events_do_not_hide_borders() -> None:
+def test_last_item_baseline_handles_users_without_events() -> None:
     system = LastItem(np.array([1, 2, 1, 3]), np.array([0, 0, 2, 2, 4]), Popularity(np.array([1, 2, 1, 3]), 3))
     assert system.top(np.array([1]), set(), 2) == [2, 3]
-    assert system.top(np.array([2]), set(), 1) == [1]  # by popularity: nothing follows it inside a user
+    assert system.top(np.array([2]), set(), 1) == [1]  # ranked by popularity, because no item follows it within a user
 
 
-def test_take_allowed_looks_far_enough() -> None:
+def test_take_allowed_searches_past_excluded_items() -> None:
     assert take_allowed(np.arange(10), set(range(8)), 2) == [8, 9]
 
 
-def test_item_neighbours_equal_their_definition() -> None:
+def test_item_knn_baseline_equals_reference_implementation() -> None:
     draw = np.random.default_rng(0)
     users = [draw.integers(1, 9, draw.integers(1, 6)) for _ in range(12)]
     items, offsets = np.concatenate(users), np.concatenate([[0], np.cumsum([len(u) for u in users])])
@@ -69,13 +69,13 @@ def test_item_neighbours_equal_their_definition() -> None:
             if i not in history
         }
         expected = sorted((i for i in score if score[i] > 0), key=lambda i: (-round(score[i], 12), i))
-        found = system.top(np.array(history), set(history), 9)
-        assert found[: len(expected)] == expected
-        assert set(found) == set(range(1, 10)) - set(history), "the rest by popularity"
+        ranked = system.top(np.array(history), set(history), 9)
+        assert ranked[: len(expected)] == expected
+        assert set(ranked) == set(range(1, 10)) - set(history), "the remaining items are ranked by popularity"
 
 
-def test_ease_equals_its_closed_form() -> None:
-    """Weights of one item are the ridge regression of its column on all others."""
+def test_ease_baseline_equals_closed_form() -> None:
+    """The weights of an item are the ridge regression of its column on the columns of all other items."""
     draw = np.random.default_rng(1)
     table = (draw.random((40, 7)) < 0.4).astype(np.float64)
     items = np.concatenate([1 + np.flatnonzero(row) for row in table])
@@ -84,20 +84,20 @@ def test_ease_equals_its_closed_form() -> None:
     weight = np.zeros((7, 7))
     for i in range(7):
         others = [j for j in range(7) if j != i]
-        left = table[:, others].T @ table[:, others] + EASE_PENALTY * np.eye(6)
-        weight[others, i] = np.linalg.solve(left, table[:, others].T @ table[:, i])
+        gram = table[:, others].T @ table[:, others] + EASE_PENALTY * np.eye(6)
+        weight[others, i] = np.linalg.solve(gram, table[:, others].T @ table[:, i])
     assert system._weight == pytest.approx(weight, abs=1e-5)
     score = weight[[0, 3]].sum(0)
     assert system.top(np.array([1, 4, 4]), {1, 4}, 3) == [i + 1 for i in np.argsort(-score) if i not in (0, 3)][:3]
 
 
-def test_recent_popularity_counts_the_last_tenth() -> None:
+def test_recent_popularity_baseline_counts_the_last_tenth() -> None:
     items = np.array([1] * 15 + [2] * 3 + [3, 3])
     times = np.arange(20)
     assert recent_popularity(items, times, 3).top(np.array([1]), set(), 3) == [3, 1, 2]
 
 
-def test_long_histories_are_paired_by_their_last_events(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(baselines, "LONGEST_PAIRED", 2)
+def test_item_pairs_of_long_histories_use_their_last_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines, "MAX_PAIRED_EVENTS", 2)
     items, offsets = baselines.distinct_items(np.array([1, 2, 3, 4, 4]), np.array([0, 3, 5]))
     assert (items.tolist(), offsets.tolist()) == ([2, 3, 4], [0, 2, 3])

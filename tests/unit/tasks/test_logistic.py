@@ -6,7 +6,7 @@ from nestrec.tasks.learned_baselines import SMOOTHING, IdRates, LogisticBaseline
 
 
 def fit_by_lbfgs(features: np.ndarray, label: np.ndarray, ridge: float) -> np.ndarray:
-    """The same objective through torch's optimiser."""
+    """Reference implementation: minimizes the same objective with torch's L-BFGS."""
     x, y = torch.from_numpy(features), torch.from_numpy(label).double()
     weight = torch.zeros(features.shape[1], dtype=torch.float64, requires_grad=True)
     optimizer = torch.optim.LBFGS(
@@ -25,7 +25,7 @@ def fit_by_lbfgs(features: np.ndarray, label: np.ndarray, ridge: float) -> np.nd
 
 
 @pytest.mark.parametrize("ridge", [0.1, 1.0])
-def test_newton_finds_what_lbfgs_finds(ridge: float) -> None:
+def test_logistic_newton_fit_equals_lbfgs(ridge: float) -> None:
     draw = np.random.default_rng(0)
     features = np.concatenate([draw.normal(size=(300, 3)), np.eye(4)[draw.integers(0, 4, 300)]], axis=1)
     chance = 1 / (1 + np.exp(-(features @ draw.normal(size=7))))
@@ -33,12 +33,12 @@ def test_newton_finds_what_lbfgs_finds(ridge: float) -> None:
     np.testing.assert_allclose(fit(features, label, ridge=ridge), fit_by_lbfgs(features, label, ridge), atol=1e-8)
 
 
-def test_separable_labels_do_not_blow_up() -> None:
+def test_logistic_fit_of_separable_labels_is_finite() -> None:
     features = np.array([[-2.0], [-1.0], [1.0], [2.0]])
     assert np.isfinite(fit(features, np.array([0, 0, 1, 1]))).all()
 
 
-def test_rates_are_smoothed_and_leave_out_the_event_itself() -> None:
+def test_id_rates_are_smoothed_and_leave_one_out() -> None:
     ids, label = np.array([0, 0, 0, 1]), np.array([1, 1, 0, 0])
     rates = IdRates.of(ids, label, 3)
     assert rates.overall == 0.5
@@ -49,7 +49,7 @@ def test_rates_are_smoothed_and_leave_out_the_event_itself() -> None:
     assert rates.logit(np.array([2])) == pytest.approx(0.0)
 
 
-def test_the_baseline_learns_good_items_and_is_not_fooled_by_its_own_labels() -> None:
+def test_logistic_baseline_learns_items_without_label_leak() -> None:
     draw = np.random.default_rng(1)
     item, user, tab = draw.integers(0, 20, 4000), draw.integers(0, 2000, 4000), draw.integers(0, 3, 4000)
     label = (draw.random(4000) < np.where(item < 10, 0.8, 0.2)).astype(np.int64)
@@ -64,21 +64,21 @@ def test_the_baseline_learns_good_items_and_is_not_fooled_by_its_own_labels() ->
 
 
 @pytest.mark.parametrize("only", [0, 1])
-def test_labels_that_are_all_alike_give_finite_scores(only: int) -> None:
+def test_logistic_baseline_with_one_label_gives_finite_scores(only: int) -> None:
     ids = np.arange(6) % 3
     label = np.full(6, only)
     model = LogisticBaseline(ids, ids, np.zeros(6, np.int64), label, num_items=3, num_users=3, num_categories=1)
     assert np.isfinite(model.logits(ids, ids, np.zeros(6, np.int64))).all()
 
 
-def test_a_category_of_very_many_values_counts_by_its_rates() -> None:
+def test_logistic_baseline_uses_rates_for_large_categories() -> None:
     draw = np.random.default_rng(2)
     count = 4000
     many = 10**6
-    nobody = np.zeros(count, np.int64)
+    zeros = np.zeros(count, np.int64)
     category = draw.integers(0, 20, count) * (many // 20)
     label = (draw.random(count) < np.where(category < many // 2, 0.8, 0.2)).astype(np.int64)
-    model = LogisticBaseline(nobody, nobody, category, label, num_items=1, num_users=1, num_categories=many)
-    good, bad = (model.logits(nobody[:1], nobody[:1], np.full(1, c))[0] for c in (0, many - many // 20))
+    model = LogisticBaseline(zeros, zeros, category, label, num_items=1, num_users=1, num_categories=many)
+    good, bad = (model.logits(zeros[:1], zeros[:1], np.full(1, c))[0] for c in (0, many - many // 20))
     assert good > 0.5
     assert bad < -0.5

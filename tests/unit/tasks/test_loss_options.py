@@ -1,4 +1,4 @@
-"""Sizes of micro-batches and the memory of losses, by hand."""
+"""Sizes of micro-batches and the memory of losses compared with values computed by hand."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -17,37 +17,37 @@ from nestrec.tasks.loss_options import (
     _fits,
     choose_variant,
     host_bytes,
-    largest_micro_batch,
+    largest_micro_batch_tokens,
     loss_bytes,
-    mean_micro_batch,
+    mean_micro_batch_tokens,
 )
 
 SHAPE = LossShape(
     tokens=10, negatives=3, sharing=2, rows=20, dim=8, segment_tokens=4, kind="sampled_softmax", dtype="float16"
 )
 VECTORS = 7 * 8 * 2
-"""Bytes of the candidates of a token: the positive and 3 * 2 negatives, of 8 numbers of 2 bytes."""
+"""Bytes of the candidates of a token: one positive and 3 * 2 negatives, each of 8 numbers of 2 bytes."""
 
 
 def test_micro_batch_sizes_are_counted_in_tokens() -> None:
     collator: Any = SimpleNamespace(tokens=np.array([5, 1, 4, 2]))
-    samples = BatchConfig(batch_samples=6)
-    tokens = BatchConfig(batch_samples=None, batch_tokens=7)
-    assert largest_micro_batch(collator, samples, 3) == 5 + 4
-    assert largest_micro_batch(collator, replace(samples, micro_batches=2), 3) == 5
-    assert largest_micro_batch(collator, tokens, 2) == 4 + 5
-    assert mean_micro_batch(collator, samples, 2) == 9
-    assert mean_micro_batch(collator, replace(samples, micro_batches="auto"), 2) == 9
-    assert mean_micro_batch(collator, replace(samples, micro_batches=3), 2) == 3
-    assert mean_micro_batch(collator, tokens, 2) == 3
-    assert mean_micro_batch(collator, tokens, 8) == 1
+    samples = BatchConfig(batch_size=6)
+    tokens = BatchConfig(batch_size=None, batch_tokens=7)
+    assert largest_micro_batch_tokens(collator, samples, 3) == 5 + 4
+    assert largest_micro_batch_tokens(collator, replace(samples, num_micro_batches=2), 3) == 5
+    assert largest_micro_batch_tokens(collator, tokens, 2) == 4 + 5
+    assert mean_micro_batch_tokens(collator, samples, 2) == 9
+    assert mean_micro_batch_tokens(collator, replace(samples, num_micro_batches="auto"), 2) == 9
+    assert mean_micro_batch_tokens(collator, replace(samples, num_micro_batches=3), 2) == 3
+    assert mean_micro_batch_tokens(collator, tokens, 2) == 3
+    assert mean_micro_batch_tokens(collator, tokens, 8) == 1
 
 
 def test_loss_bytes_count_candidates_and_gradients() -> None:
-    found = {variant: loss_bytes(variant, SHAPE) for variant in VARIANTS}
+    num_bytes = {variant: loss_bytes(variant, SHAPE) for variant in VARIANTS}
     segment = 2 * 4 * VECTORS
-    assert found == {"plain": 2 * 10 * VECTORS, "segments": segment, "offload": segment, "fused": 0}
-    assert loss_bytes("plain", replace(SHAPE, dtype="float32")) == 2 * found["plain"]
+    assert num_bytes == {"plain": 2 * 10 * VECTORS, "segments": segment, "offload": segment, "fused": 0}
+    assert loss_bytes("plain", replace(SHAPE, dtype="float32")) == 2 * num_bytes["plain"]
     assert loss_bytes("segments", replace(SHAPE, tokens=3)) == 2 * 3 * VECTORS
     assert {v: host_bytes(v, SHAPE) for v in VARIANTS if host_bytes(v, SHAPE)} == {"offload": 10 * VECTORS}
 

@@ -1,4 +1,4 @@
-"""Evaluation of retrieval: ranks against a plain definition, for every filter and protocol."""
+"""Evaluation of retrieval: ranks compared with a reference implementation, for every filter and protocol."""
 
 import itertools
 from dataclasses import replace
@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from nestrec.base.config_overrides import with_overrides
+from nestrec.base.config_overrides import apply_overrides
 from nestrec.base.errors import UserError, UserErrorGroup
 from nestrec.base.random import fold, fold_array
 from nestrec.data.dataset import Dataset
@@ -17,7 +17,7 @@ from nestrec.data.synthetic import synthetic_logs as synthetic
 from nestrec.distributed import Topology
 from nestrec.models.backbone_registry import activations_of, flops_of
 from nestrec.tasks import item_tower
-from nestrec.tasks.catalog_ranks import CatalogRanker, ranks_of_slices
+from nestrec.tasks.catalog_ranks import CatalogRanker, rank_chunks
 from nestrec.tasks.retrieval_task import RetrievalTaskConfig, _features
 from nestrec.tasks.task import sequence_info
 from nestrec.tasks.task_registry import _loss_of
@@ -33,14 +33,14 @@ def data(tmp_path_factory):
 
 
 def session_of(data, **overrides):
-    given = {"data.folder": str(data), "training.device": "cpu", "task.num_negatives": "16", **overrides}
-    cfg = with_overrides(recipe("demo"), given)
+    options = {"data.folder": str(data), "training.device": "cpu", "task.negatives.num_negatives": "16", **overrides}
+    cfg = apply_overrides(recipe("demo"), options)
     return Session.open(cfg, Topology.single())
 
 
-def plain_rank(session, queries, user, filter_seen):
-    """The definition: score every item, sort by (score, id), look for the target."""
-    batch = queries.assemble(np.array([user]))
+def reference_rank(session, queries, user, filter_seen):
+    """Reference implementation: scores all items, sorts by (score, id), and returns the rank of the target."""
+    batch = queries.collate(np.array([user]))
     task = session.task
     table = torch.arange(1, session.dataset.num_items + 1)
     vectors = task.model.item_vectors(session.engine.lookup_readonly({"positive": table.numpy()})["positive"]).double()
@@ -56,15 +56,15 @@ def plain_rank(session, queries, user, filter_seen):
 
 
 @pytest.mark.parametrize("filter_seen", ["none", "input", "history"])
-def test_ranks_equal_the_plain_definition(data, filter_seen):
+def test_retrieval_ranks_equal_reference_implementation(data, filter_seen):
     session = session_of(
         data,
         **{
             "task.evaluation.ks": "40",
             "task.evaluation.filter_seen": filter_seen,
-            "task.evaluation.headline": "ndcg@40",
-            "task.evaluation.batch_users": "7",
-            "task.history.max_length": "10",
+            "task.evaluation.main_metric": "ndcg@40",
+            "task.evaluation.batch_size": "7",
+            "task.history.max_events": "10",
             "task.encoder.max_length": "10",
         },
     )
@@ -72,16 +72,16 @@ def test_ranks_equal_the_plain_definition(data, filter_seen):
     details = evaluation.details
     history = session.cfg.task.history
     queries = RetrievalQueries(session.dataset, session.task._split, history, "test", use_times=True)
-    expected = [plain_rank(session, queries, user, filter_seen) for user in details["users"]]
+    expected = [reference_rank(session, queries, user, filter_seen) for user in details["users"]]
     assert details["rank/model"].tolist() == expected
-    assert (filter_seen != "none") == (0 in expected), "in these logs users return to items"
-    barred = f"{expected.count(0)} of {len(expected)} targets"
-    measured = f"measured on {len(expected)} targets of {len(expected)} users"
+    assert (filter_seen != "none") == (0 in expected), "users of this log return to earlier items"
+    filtered_note = f"{expected.count(0)} of {len(expected)} targets"
+    measured_note = f"measured on {len(expected)} targets of {len(expected)} users"
     notes = [note.partition(" (")[0] for note in evaluation.notes]
-    assert notes == ([barred] if filter_seen != "none" else []) + [measured]
+    assert notes == ([filtered_note] if filter_seen != "none" else []) + [measured_note]
 
 
-def test_evaluation_creates_no_row_and_leaves_weights_alone(data):
+def test_retrieval_evaluation_creates_no_rows(data):
     session = session_of(data)
     before = session.engine.digest("items")
     session.task.evaluate(session.engine, "valid")
@@ -89,23 +89,24 @@ def test_evaluation_creates_no_row_and_leaves_weights_alone(data):
     assert session.task.model.training
 
 
-def test_the_sampled_protocol_ranks_among_unseen_items_and_refuses_too_many(data):
-    session = session_of(data, **{"task.evaluation.sampled_negatives": "5"})
+def test_sampled_protocol_ranks_among_unseen_items(data):
+    session = session_of(data, **{"task.evaluation.num_sampled_negatives": "5"})
     rank = session.task.evaluate(session.engine, "test").details["rank/model, sampled"]
     assert rank.min() >= 1
     assert rank.max() <= 6
-    session = session_of(data, **{"task.evaluation.sampled_negatives": "39"})
+    session = session_of(data, **{"task.evaluation.num_sampled_negatives": "39"})
     with pytest.raises(UserError, match="unseen items"):
         session.task.evaluate(session.engine, "test")
 
 
-def test_popularity_counts_training_events_only(data):
+def test_popularity_baseline_counts_training_events_only(data):
     session = session_of(
-        data, **{"task.evaluation.filter_seen": "none", "task.evaluation.ks": "40", "task.evaluation.headline": "hr@40"}
+        data,
+        **{"task.evaluation.filter_seen": "none", "task.evaluation.ks": "40", "task.evaluation.main_metric": "hr@40"},
     )
     details = session_of(
         data,
-        **{"task.evaluation.filter_seen": "none", "task.evaluation.ks": "40", "task.evaluation.headline": "ndcg@40"},
+        **{"task.evaluation.filter_seen": "none", "task.evaluation.ks": "40", "task.evaluation.main_metric": "ndcg@40"},
     )
     rank = details.task.evaluate(details.engine, "test").details["rank/popularity"]
     dataset = session.dataset
@@ -119,7 +120,7 @@ def test_popularity_counts_training_events_only(data):
     assert rank.tolist() == [order.index(t) + 1 for t in targets]
 
 
-def test_a_time_bias_without_timestamps_is_refused(data, tmp_path):
+def test_time_bias_without_timestamps_is_rejected(data, tmp_path):
     card = (data / "card.json").read_text()
     assert '"has_timestamps": true' in card
     session = session_of(data)
@@ -131,62 +132,66 @@ def test_a_time_bias_without_timestamps_is_refused(data, tmp_path):
 
 
 def test_sampled_protocol_counts_ties_against_the_target(data):
-    session = session_of(data, **{"task.evaluation.sampled_negatives": "5", "task.item_init.kind": "zeros"})
+    session = session_of(data, **{"task.evaluation.num_sampled_negatives": "5", "task.table_init.kind": "zeros"})
     rank = session.task.evaluate(session.engine, "test").details["rank/model, sampled"]
     assert set(rank.tolist()) == {6}, "all items have the same score"
 
 
 @pytest.mark.parametrize(
-    ("given", "field", "told"),
+    ("overrides", "option", "message"),
     [
-        ({"task.negatives.sampler": "in_batch"}, "task.negatives.sampler", "tokens meet those of others"),
-        ({"task.negatives.sampler": "groups"}, "task.negatives.sampler", "tokens meet those of others"),
-        ({"task.negatives.sharing": "2"}, "task.negatives.sharing", "tokens meet those of others"),
-        ({"task.inputs.item_features": "topic"}, "task.inputs.item_features", "looked up for whole samples"),
+        ({"task.negatives.sampler": "in_batch"}, "task.negatives.sampler", "depends on tokens of other samples"),
+        ({"task.negatives.sampler": "groups"}, "task.negatives.sampler", "depends on tokens of other samples"),
+        ({"task.negatives.logit_sharing": "2"}, "task.negatives.logit_sharing", "depends on tokens of other samples"),
+        ({"task.inputs.item_features": "topic"}, "task.inputs.item_features", "looked up for complete samples"),
     ],
 )
-def test_samples_that_need_to_be_whole_are_not_divided(data, given, field, told):
-    task = session_of(data, **given).task
-    with pytest.raises((UserError, UserErrorGroup)) as refused:
-        task.take_context(None)
-    [error] = getattr(refused.value, "errors", [refused.value])
-    assert error.option == field
-    assert told in str(error)
+def test_context_parallel_rejects_samples_that_cannot_be_split(data, overrides, option, message):
+    task = session_of(data, **overrides).task
+    with pytest.raises((UserError, UserErrorGroup)) as raised:
+        task.set_context_ring(None)
+    [error] = getattr(raised.value, "errors", [raised.value])
+    assert error.option == option
+    assert message in str(error)
 
 
-def test_samples_of_tokens_alone_can_be_divided(data):
-    session_of(data).task.take_context(None)
+def test_context_parallel_accepts_samples_of_tokens_only(data):
+    session_of(data).task.set_context_ring(None)
 
 
-def test_groups_of_all_tokens_make_each_a_negative_of_the_others(data):
-    """One group is a softmax over the targets of the batch, by the definition."""
-    found = {}
+def test_group_negatives_of_one_group_equal_in_batch_softmax(data):
+    """The loss of one group equals a softmax over the targets of the batch."""
+    losses = {}
     for log_q in ("false", "true"):
-        given = {"task.negatives.sampler": "groups", "task.num_negatives": "60", "task.negatives.log_q": log_q}
-        session = session_of(data, **given, **{"task.encoder.dropout": "0", "task.item_init.scale": "1"})
+        options = {
+            "task.negatives.sampler": "groups",
+            "task.negatives.num_negatives": "60",
+            "task.negatives.log_q": log_q,
+        }
+        session = session_of(data, **options, **{"task.encoder.dropout": "0", "task.table_init.scale": "1"})
         task = session.task
         engine = session.engine
         task.model.eval()
         samples = np.arange(2)
-        batch = task.assembler.assemble(samples, task.assembler.read(samples), 0)
+        batch = task.collator.collate(samples, task.collator.read(samples), 0)
         assert batch.num_tokens <= 61
-        state_TD = task.side.states(engine, batch)
-        target_TD = task.side.scored(task.item_content(engine, batch.keys["positive"]))
+        state_TD = task.item_tower.states(engine, batch)
+        target_TD = task.item_tower.candidate_vectors(task.item_content(engine, batch.keys["positive"]))
         logit_TT = state_TD.double() @ target_TD.double().T
         if log_q == "true":
             logit_TT += batch.tensors["target_bias"].double() * ~torch.eye(batch.num_tokens, dtype=torch.bool)
         target = batch.tensors["target"]
         is_same = (target[:, None] == target[None, :]) & ~torch.eye(batch.num_tokens, dtype=torch.bool)
         expected = -logit_TT.masked_fill(is_same, -torch.inf).log_softmax(1).diagonal().sum()
-        found[log_q] = _loss_of("retrieval", task, engine, samples)
-        assert found[log_q] == pytest.approx(float(expected), rel=1e-4)
-    assert found["true"] != pytest.approx(found["false"], rel=1e-3)
+        losses[log_q] = _loss_of("retrieval", task, engine, samples)
+        assert losses[log_q] == pytest.approx(float(expected), rel=1e-4)
+    assert losses["true"] != pytest.approx(losses["false"], rel=1e-3)
 
 
 @pytest.mark.parametrize("filter_seen", ["none", "input", "history"])
-def test_ranks_of_slices_equal_those_of_queries(data, filter_seen):
-    ks = {"task.evaluation.ks": "20", "task.evaluation.headline": "ndcg@20", "task.evaluation.batch_users": "7"}
-    small = {"task.history.max_length": "10", "task.encoder.max_length": "10", "task.evaluation.baselines": "[]"}
+def test_retrieval_chunk_ranks_equal_query_ranks(data, filter_seen):
+    ks = {"task.evaluation.ks": "20", "task.evaluation.main_metric": "ndcg@20", "task.evaluation.batch_size": "7"}
+    small = {"task.history.max_events": "10", "task.encoder.max_length": "10", "task.evaluation.baselines": "[]"}
     session = session_of(data, **{"task.evaluation.filter_seen": filter_seen, **ks, **small})
     task = session.task
     engine = session.engine
@@ -196,8 +201,8 @@ def test_ranks_of_slices_equal_those_of_queries(data, filter_seen):
 
     def ranks(first, end, scored):
         rows = np.stack([users, first, end, scored], axis=1)
-        slices = task._slices(TrainingChunks(rows, None), None)
-        return ranks_of_slices(task.side, engine, slices, task.cfg.evaluation)
+        chunks = task._slices(TrainingChunks(rows, None), None)
+        return rank_chunks(task.item_tower, engine, chunks, task.cfg.evaluation)
 
     assert ranks(np.maximum(0, end - 11), end, end - 1).tolist() == details["rank/model"].tolist()
     first = np.maximum(0, end - 6)
@@ -207,58 +212,60 @@ def test_ranks_of_slices_equal_those_of_queries(data, filter_seen):
     assert together[:, 0].tolist() == ranks(first, end - 1, end - 2).tolist()
 
 
-def test_retrieval_cost_counts_the_items_that_a_token_meets(data):
+def test_retrieval_cost_counts_the_candidates_of_a_token(data):
     sampled = session_of(data).task
     full = session_of(data, **{"task.loss": "full"}).task
     dim = sampled.cfg.encoder.dim
     num_items = full._dataset.num_items
     layers = flops_of(sampled.cfg.encoder)
-    kept = activations_of(sampled.cfg.encoder)
+    encoder_activations = activations_of(sampled.cfg.encoder)
     assert sampled.cost().flops == replace(layers, head=2.0 * dim * 16)
-    assert sampled.cost().activations == kept + 16 * (dim + 2)
+    assert sampled.cost().activations == encoder_activations + 16 * (dim + 2)
     assert full.cost().flops == replace(layers, head=2.0 * dim * num_items)
-    assert full.cost().activations == kept + num_items
+    assert full.cost().activations == encoder_activations + num_items
 
 
 def test_item_content_has_the_width_of_the_model(data):
-    session = session_of(data, **{"tables.items.dim": "12", "task.evaluation.sampled_negatives": "3"})
+    session = session_of(data, **{"tables.items.dim": "12", "task.evaluation.num_sampled_negatives": "3"})
     task = session.task
     items = np.array([3, 1])
     rows = session.engine.lookup_readonly({"history": items})["history"]
     expected = rows @ task.model.to_width.matrices["of_items"].weight.T
-    assert torch.equal(task.side.content(session.engine, items), expected)
+    assert torch.equal(task.item_tower.item_inputs(session.engine, items), expected)
     assert expected.shape == (2, task.cfg.encoder.dim) != rows.shape
 
 
-def test_items_with_features_are_compared_chunk_by_chunk(data, monkeypatch):
+def test_item_tower_scores_items_in_chunks(data, monkeypatch):
     session = session_of(data, **{"task.inputs.item_features": "topic"})
-    side = session.task.side
+    tower = session.task.item_tower
     engine = session.engine
-    keys = np.arange(1, side.num_items + 1)
-    expected = side.scored(side.content(engine, keys))
-    asked = list[int]()
-    content = side.content
+    keys = np.arange(1, tower.num_items + 1)
+    expected = tower.candidate_vectors(tower.item_inputs(engine, keys))
+    requested = list[int]()
+    content = tower.item_inputs
     monkeypatch.setattr(item_tower, "_CHUNK_ITEMS", 7)
-    monkeypatch.setattr(side, "content", lambda engine, items: asked.extend(items.tolist()) or content(engine, items))
-    vectors = side.compared(engine)(None, torch.from_numpy(keys))
+    monkeypatch.setattr(
+        tower, "item_inputs", lambda engine, items: requested.extend(items.tolist()) or content(engine, items)
+    )
+    vectors = tower.row_transform(engine)(None, torch.from_numpy(keys))
     torch.testing.assert_close(vectors, expected)
-    assert asked == keys.tolist()
+    assert requested == keys.tolist()
 
 
-def test_sampled_items_are_drawn_by_the_key_of_the_user(data):
+def test_sampled_protocol_draws_items_by_user_key(data):
     session = session_of(data)
     task = session.task
     queries = RetrievalQueries(session.dataset, task._split, task.cfg.history, "test", use_times=True)
-    batch = queries.assemble(queries.ids)
+    batch = queries.collate(queries.ids)
     target = batch.tensors["target"].tolist()
     offsets = batch.tensors["seen_offsets"].tolist()
     seen = [set(batch.tensors["seen"][a:b].tolist()) for a, b in itertools.pairwise(offsets)]
-    unseen = [sorted(set(range(1, 41)) - had - {t}) for had, t in zip(seen, target, strict=True)]
+    unseen = [sorted(set(range(1, 41)) - seen_items - {t}) for seen_items, t in zip(seen, target, strict=True)]
     fewest = min(map(len, unseen))
 
     def candidates(count):
-        cfg = replace(task.cfg.evaluation, sampled_negatives=count)
-        ranker = CatalogRanker(task.side, session.engine, queries, cfg)
+        cfg = replace(task.cfg.evaluation, num_sampled_negatives=count)
+        ranker = CatalogRanker(task.item_tower, session.engine, queries, cfg)
         return ranker._sampled_candidates(queries.users, batch).tolist()
 
     drawn = [
@@ -271,7 +278,7 @@ def test_sampled_items_are_drawn_by_the_key_of_the_user(data):
         candidates(fewest + 1)
 
 
-def test_targets_are_counted_in_the_training_events(data):
+def test_retrieval_targets_count_training_events(data):
     session = session_of(data, **{"task.evaluation.baselines": "[]"})
     split = session.task._split
     items, offsets = session.dataset.rows(np.arange(session.dataset.num_samples)).lists["item_ids"]
@@ -283,16 +290,16 @@ def test_targets_are_counted_in_the_training_events(data):
     assert details["item_events"].tolist() == count[targets].tolist()
 
 
-def test_ease_is_left_out_of_larger_catalogs(data):
+def test_ease_baseline_is_skipped_for_large_catalogs(data):
     num_items = Dataset.open(data).num_items
     makers = {}
-    for most in (num_items - 1, num_items):
-        session = session_of(data, **{"task.evaluation.ease_max_items": str(most)})
-        makers[most] = session.task._results._makers(session.engine.device)
-    assert ["ease" in found for found in makers.values()] == [False, True]
+    for max_items in (num_items - 1, num_items):
+        session = session_of(data, **{"task.evaluation.ease_max_items": str(max_items)})
+        makers[max_items] = session.task._results._factories(session.engine.device)
+    assert ["ease" in factories for factories in makers.values()] == [False, True]
 
 
-def test_only_samplers_of_other_items_read_negatives():
+def test_negative_samplers_determine_the_features_looked_up():
     cfg = RetrievalTaskConfig()
     read = {
         name: _features(replace(cfg, negatives=replace(cfg.negatives, sampler=name)))
@@ -300,12 +307,12 @@ def test_only_samplers_of_other_items_read_negatives():
     }
     of_tokens = ("history", "positive")
     assert read == {"uniform": (*of_tokens, "negative"), "in_batch": of_tokens, "groups": of_tokens}
-    assert _features(replace(cfg, loss="full")) == (*of_tokens, "catalogue")
+    assert _features(replace(cfg, loss="full")) == (*of_tokens, "catalog")
 
 
-def test_query_batches_count_all_of_their_tokens(data):
+def test_retrieval_query_batches_count_all_tokens(data):
     session = session_of(data)
     task = session.task
     queries = RetrievalQueries(session.dataset, task._split, task.cfg.history, "test", use_times=True)
-    batch = queries.assemble(queries.ids[:5])
+    batch = queries.collate(queries.ids[:5])
     assert batch.num_tokens == len(batch.keys["history"]) == int(batch.tensors["offsets"][5])

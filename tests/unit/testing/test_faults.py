@@ -27,9 +27,9 @@ def counting(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("is_forked", [False, True])
-def test_a_command_is_killed_and_started_again_until_it_ends(tmp_path: Path, is_forked: bool) -> None:
+def test_fault_runner_restarts_killed_command(tmp_path: Path, is_forked: bool) -> None:
     path = tmp_path / "lines.txt"
-    kills = random_kills(path, seed=1, num_kills=2, num_lines=45, delay_s=0.005, held_at="nearly there")
+    kills = random_kills(path, seed=1, num_kills=2, num_lines=45, delay_s=0.005, wait_at="nearly there")
     faults = [FailPoint("count@10=kill"), *kills]
     history = run_with_faults(counting(path), faults, is_forked=is_forked)
     assert [attempt.exit_code for attempt in history] == [-signal.SIGKILL] * 3 + [0]
@@ -38,21 +38,21 @@ def test_a_command_is_killed_and_started_again_until_it_ends(tmp_path: Path, is_
 
 
 @pytest.mark.parametrize("fault", [FailPoint("elsewhere=kill"), KillWhen(lambda: False)])
-def test_a_fault_that_does_not_fire_is_an_error(tmp_path: Path, fault: FailPoint | KillWhen) -> None:
+def test_fault_runner_requires_fault_to_fire(tmp_path: Path, fault: FailPoint | KillWhen) -> None:
     with pytest.raises(AssertionError, match="before these faults fired"):
         run_with_faults(counting(tmp_path / "lines.txt"), [fault])
 
 
 @pytest.mark.parametrize("is_forked", [False, True])
-def test_a_command_that_fails_by_itself_shows_its_output(is_forked: bool) -> None:
+def test_fault_runner_shows_output_of_failed_command(is_forked: bool) -> None:
     with pytest.raises(AssertionError, match=r"no fault fired:\s+cannot go on"):
         run_with_faults([sys.executable, "-c", "raise SystemExit('cannot go on')"], [], is_forked=is_forked)
 
 
 @pytest.mark.parametrize("is_forked", [False, True])
-def test_a_command_that_hangs_is_ended_at_the_limit(is_forked: bool) -> None:
-    for limit_s in (0.2, 0.0):  # also before it has begun
-        with pytest.raises(AssertionError, match="not over after"):
+def test_fault_runner_ends_hanging_command(is_forked: bool) -> None:
+    for limit_s in (0.2, 0.0):  # even before it has started
+        with pytest.raises(AssertionError, match="still running after"):
             run_with_faults(
                 [sys.executable, "-c", "import time; time.sleep(60)"], [], limit_s=limit_s, is_forked=is_forked
             )
@@ -60,38 +60,38 @@ def test_a_command_that_hangs_is_ended_at_the_limit(is_forked: bool) -> None:
 
 HANG_ONCE = """
 import pathlib, sys, time
-def stands_here():
+def hang_here():
     path.touch()
     time.sleep(600)
 if not (path := pathlib.Path(sys.argv[1])).exists():
-    stands_here()
+    hang_here()
 """
 
 
 @pytest.mark.parametrize("is_forked", [False, True])
-def test_a_command_that_is_aborted_says_where_it_stood(tmp_path: Path, is_forked: bool) -> None:
-    """As one is that has not ended at the limit."""
+def test_fault_runner_prints_stack_of_aborted_command(tmp_path: Path, is_forked: bool) -> None:
+    """A command that exceeds its time limit is aborted in the same way."""
     fault = KillWhen((tmp_path / "is_there").exists, signal=signal.SIGABRT)
     command = [sys.executable, "-c", HANG_ONCE, str(tmp_path / "is_there")]
-    told = list[str]()
-    first, second = run_with_faults(command, [fault], is_forked=is_forked, tell=told.append)
+    messages = list[str]()
+    first, second = run_with_faults(command, [fault], is_forked=is_forked, on_attempt=messages.append)
     assert (first.exit_code, second.exit_code) == (-signal.SIGABRT, 0)
-    assert "in stands_here" in first.output
-    assert [line.split(": ")[1] for line in told] == ["1 of 1 faults fired"] * 2
+    assert "in hang_here" in first.output
+    assert [line.split(": ")[1] for line in messages] == ["1 of 1 faults fired"] * 2
 
 
 @pytest.mark.parametrize("is_forked", [False, True])
-def test_a_command_has_its_environment_its_folder_and_its_arguments(tmp_path: Path, is_forked: bool) -> None:
-    tell = "import os, sys; print(os.environ['WORD'], 'HOME' in os.environ, sys.argv[1:]); open('here', 'x')"
-    command = [sys.executable, "-c", tell, "a", "b"]
+def test_fault_runner_passes_environment_and_arguments(tmp_path: Path, is_forked: bool) -> None:
+    code = "import os, sys; print(os.environ['WORD'], 'HOME' in os.environ, sys.argv[1:]); open('here', 'x')"
+    command = [sys.executable, "-c", code, "a", "b"]
     (attempt,) = run_with_faults(command, [], env={"WORD": "x"}, cwd=tmp_path, is_forked=is_forked)
     assert attempt.output == f"x {'HOME' in os.environ} ['a', 'b']\n"
     assert (tmp_path / "here").exists()
 
 
-def test_what_forked_commands_have_loaded_is_not_looked_through_for_garbage() -> None:
-    tell = "import gc, sys; print('torch' in sys.modules, gc.get_freeze_count() > 100_000)"
-    (attempt,) = run_with_faults([sys.executable, "-c", tell], [], is_forked=True)
+def test_forked_commands_freeze_preloaded_objects() -> None:
+    code = "import gc, sys; print('torch' in sys.modules, gc.get_freeze_count() > 100_000)"
+    (attempt,) = run_with_faults([sys.executable, "-c", code], [], is_forked=True)
     assert attempt.output == "True True\n"
 
 
@@ -99,8 +99,8 @@ LAUNCHER = """
 import os, subprocess, sys
 for attempt in range(3):
     codes = []
-    places = {**os.environ, "RANK": "0", "NESTREC_FAIL_POINTS": ""}, {**os.environ, "RANK": "1"}
-    ranks = [subprocess.Popen(sys.argv[1:3] + [sys.argv[3] + place["RANK"]], env=place) for place in places]
+    environments = {**os.environ, "RANK": "0", "NESTREC_FAIL_POINTS": ""}, {**os.environ, "RANK": "1"}
+    ranks = [subprocess.Popen(sys.argv[1:3] + [sys.argv[3] + env["RANK"]], env=env) for env in environments]
     codes = [rank.wait() for rank in ranks]
     if codes == [0, 0]:
         sys.exit(0)
@@ -108,20 +108,19 @@ sys.exit(1)
 """
 
 
-def test_a_rank_is_killed_below_a_launcher_that_restarts_it(tmp_path: Path) -> None:
+def test_fault_runner_kills_rank_below_launcher(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LAUNCHER, sys.executable, str(tmp_path / "count.py"), str(tmp_path / "lines")]
     (tmp_path / "count.py").write_text(COUNT_TO_50)
-    fault = KillWhen(
-        lines_reach(tmp_path / "lines1", 10), rank_of(1), held_at="count@45"
-    )  # when started again, it has fewer left
+    # After the restart, fewer lines are left.
+    fault = KillWhen(lines_reach(tmp_path / "lines1", 10), rank_of(1), wait_at="count@45")
     (attempt,) = run_with_faults(command, [fault])
     assert (attempt.exit_code, attempt.num_fired) == (0, 1)
     assert (tmp_path / "lines1").read_text().count("\n") == 50
 
 
-def test_two_faults_that_are_due_at_once_hit_two_attempts(tmp_path: Path) -> None:
-    """The second must not be spent on a process that the first has killed already."""
+def test_fault_runner_simultaneous_faults_hit_two_attempts(tmp_path: Path) -> None:
+    """The second fault must not be used up by a process that the first one has already killed."""
     path = tmp_path / "lines.txt"
-    faults = [KillWhen(lines_reach(path, count), held_at="nearly there") for count in (5, 6)]
+    faults = [KillWhen(lines_reach(path, count), wait_at="nearly there") for count in (5, 6)]
     history = run_with_faults(counting(path), faults)
     assert [attempt.num_fired for attempt in history] == [1, 1, 0]

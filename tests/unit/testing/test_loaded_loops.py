@@ -5,7 +5,7 @@ from nestrec.balance.partition_tools import descending
 from support.rank_pool import load_compiled
 
 
-def test_a_loop_is_loaded_for_the_types_that_it_was_compiled_for() -> None:
+def test_numba_loops_are_preloaded_for_their_types() -> None:
     costs = np.array([1.0, 3.0, 2.0])
     expected = descending(costs).tolist()
     loop = njit(cache=True, nogil=True)(descending.py_func)

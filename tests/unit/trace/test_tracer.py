@@ -9,20 +9,20 @@ from nestrec.trace import NullTracer, Tracer, load_spans, merge, save_spans, to_
 from nestrec_bench.harness.clocks import ManualClock
 
 
-def test_a_span_holds_what_was_given_and_when_it_ran() -> None:
+def test_span_records_attributes_and_times() -> None:
     clock = ManualClock(5.0)
     tracer = Tracer(rank=3, clock=clock)
     with tracer.span("train.embedding.exchange", kind="communication", lane="exchange", step=7, micro_batch=1) as span:
         clock.sleep(0.25)
         span.bytes = 4096
         span.rows = 8
-    (found,) = tracer.spans()
-    assert (found.start_s, found.end_s, found.duration_ns) == (5.0, 5.25, 250_000_000)
-    assert (found.rank, found.lane, found.step, found.micro_batch) == (3, "exchange", 7, 1)
-    assert (found.bytes, found.rows, found.kind) == (4096, 8, "communication")
+    (recorded,) = tracer.spans()
+    assert (recorded.start_s, recorded.end_s, recorded.duration_ns) == (5.0, 5.25, 250_000_000)
+    assert (recorded.rank, recorded.lane, recorded.step, recorded.micro_batch) == (3, "exchange", 7, 1)
+    assert (recorded.bytes, recorded.rows, recorded.kind) == (4096, 8, "communication")
 
 
-def test_spans_take_lane_and_step_from_their_threads_context() -> None:
+def test_span_takes_lane_and_step_from_thread_context() -> None:
     tracer = Tracer(clock=ManualClock())
     with tracer.context(lane="store", step=3):
         with tracer.context(micro_batch=2), tracer.span("a"):
@@ -35,7 +35,7 @@ def test_spans_take_lane_and_step_from_their_threads_context() -> None:
     assert (second.lane, second.step, second.micro_batch) == ("main", None, None)
 
 
-def test_a_wait_names_a_span_that_has_not_started_yet() -> None:
+def test_span_wait_may_name_a_later_span() -> None:
     tracer = Tracer(clock=ManualClock())
     ticket = tracer.new_id()
     with tracer.wait(ticket), tracer.span("work", kind="lookup", lane="store", id=ticket):
@@ -45,14 +45,14 @@ def test_a_wait_names_a_span_that_has_not_started_yet() -> None:
     assert wait.id != work.id
 
 
-def test_a_span_is_recorded_when_its_block_fails() -> None:
+def test_span_is_recorded_if_its_block_raises() -> None:
     tracer = Tracer(clock=ManualClock())
     with pytest.raises(ValueError, match="x"), tracer.span("a"):
         raise ValueError("x")
     assert len(tracer.spans()) == 1
 
 
-def test_the_buffer_keeps_the_newest() -> None:
+def test_tracer_buffer_keeps_the_newest_spans() -> None:
     tracer = Tracer(clock=ManualClock(), capacity=3)
     for index in range(5):
         with tracer.span(str(index)):
@@ -61,7 +61,7 @@ def test_the_buffer_keeps_the_newest() -> None:
     assert tracer.spans() == []
 
 
-def test_many_threads_lose_no_span_and_no_count() -> None:
+def test_tracer_is_thread_safe_for_spans_and_counters() -> None:
     tracer = Tracer()
 
     def work() -> None:
@@ -78,7 +78,7 @@ def test_many_threads_lose_no_span_and_no_count() -> None:
     assert tracer.counters() == {"rows": 4000}
 
 
-def test_the_null_tracer_keeps_nothing() -> None:
+def test_null_tracer_records_nothing() -> None:
     tracer = NullTracer()
     with tracer.context(lane="x"), tracer.span("a") as span:
         span.bytes = 3
@@ -96,7 +96,7 @@ def trace_of(rank: int) -> Tracer:
     return tracer
 
 
-def test_spans_survive_the_disk_and_a_line_cut_short(tmp_path: Path) -> None:
+def test_spans_round_trip_through_file_with_truncated_line(tmp_path: Path) -> None:
     spans = trace_of(0).spans()
     path = tmp_path / "trace.jsonl"
     save_spans(path, spans[:1])
@@ -107,19 +107,19 @@ def test_spans_survive_the_disk_and_a_line_cut_short(tmp_path: Path) -> None:
     assert load_spans(path) == spans
 
 
-def test_a_line_that_is_not_a_span_is_named(tmp_path: Path) -> None:
+def test_spans_file_error_names_the_line(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
-    path.write_text('{"colour": 1}\n')
+    path.write_text('{"color": 1}\n')
     with pytest.raises(DataError, match="line 1"):
         load_spans(path)
 
 
-def test_ranks_are_merged_on_one_clock() -> None:
+def test_spans_of_ranks_are_merged_on_one_clock() -> None:
     spans = merge({0: trace_of(0).spans(), 1: trace_of(1).spans()}, {1: 1_000_000_000})
     assert [(span.rank, span.start_s) for span in spans] == [(0, 10.0), (1, 10.0), (0, 10.5), (1, 10.5)]
 
 
-def test_perfetto_gets_one_track_a_lane_of_a_rank(tmp_path: Path) -> None:
+def test_perfetto_export_has_one_track_per_rank_and_lane(tmp_path: Path) -> None:
     spans = merge({rank: trace_of(rank).spans() for rank in (0, 1)})
     write_perfetto(tmp_path / "trace.json", spans)
     written = json.loads((tmp_path / "trace.json").read_text())

@@ -16,8 +16,8 @@ def tiny_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def base(tiny_data: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A run that copies of it may follow streams with, and its data."""
+    """A trained run and its data; tests train copies of it on streams."""
     run = tmp_path_factory.mktemp("base") / "run"
-    more = {"training.max_steps": 3, "training.evaluate_every_epochs": 0}
+    more = {"training.max_steps": 3, "training.eval_every_epochs": 0}
     Trainer(config_of("ranking", tiny_data, more), run, Topology.single()).train()
     return run, tiny_data / "sequences"

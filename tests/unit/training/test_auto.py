@@ -1,4 +1,4 @@
-"""`nestrec train auto`: what is chosen for datasets of several shapes, and why."""
+"""`nestrec train auto`: the options chosen for datasets of several shapes, and their reasons."""
 
 import random
 import re
@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nestrec.api import configured, train
+from nestrec.api import resolve_config, train
 from nestrec.base.errors import UserError
 from nestrec.cli.data_output import show_task
 from nestrec.data.formats.format_registry import prepare
@@ -30,76 +30,76 @@ def write_log(
         "time": "at" if times else None,
         "actions": {"click": "clicked"},
         "categories": ("device",),
-        "values": {"watch": "seconds"},
+        "outcome_features": {"watch": "seconds"},
     }
     prepare("log", folder / f"{name}.csv", folder / name, log=log)
     return str(folder / name)
 
 
-def test_impressions_are_ranked_by_what_is_known_before(tmp_path: Path) -> None:
-    cfg = configured("auto", {"data.folder": write_log(tmp_path, "shown", clicks=0.4)})
+def test_auto_ranks_impressions_with_known_features(tmp_path: Path) -> None:
+    cfg = resolve_config("auto", {"data.folder": write_log(tmp_path, "shown", clicks=0.4)})
     assert (cfg.task.kind, cfg.task.inputs.labels, cfg.task.split.kind) == ("ranking", ("click",), "time")
     assert cfg.task.inputs.event_features == ("device",)
     assert "no action" in cfg.reasons["task.kind"]
 
 
-@pytest.mark.parametrize(("num_users", "train_on"), [(20, "last"), (3, "all")])
-def test_of_long_histories_all_events_are_trained_on(tmp_path: Path, num_users: int, train_on: str) -> None:
-    cfg = configured("auto", {"data.folder": write_log(tmp_path, "shown", clicks=0.4, num_users=num_users)})
-    assert (cfg.task.inputs.train_on, cfg.task.inputs.max_events) == (train_on, 32 if num_users == 20 else 128)
+@pytest.mark.parametrize(("num_users", "train_events"), [(20, "last"), (3, "all")])
+def test_auto_trains_on_all_events_of_long_histories(tmp_path: Path, num_users: int, train_events: str) -> None:
+    cfg = resolve_config("auto", {"data.folder": write_log(tmp_path, "shown", clicks=0.4, num_users=num_users)})
+    assert (cfg.task.inputs.train_events, cfg.task.history.max_events) == (train_events, 32 if num_users == 20 else 128)
 
 
 @pytest.mark.parametrize(("options", "seen"), [({}, "history"), ({"repeats": True}, "none")])
-def test_logs_of_actions_ask_for_the_next_item(tmp_path: Path, options: dict[str, bool], seen: str) -> None:
-    cfg = configured("auto", {"data.folder": write_log(tmp_path, "done", clicks=1.0, **options)})
+def test_auto_chooses_retrieval_for_logs_of_actions(tmp_path: Path, options: dict[str, bool], seen: str) -> None:
+    cfg = resolve_config("auto", {"data.folder": write_log(tmp_path, "done", clicks=1.0, **options)})
     assert (cfg.task.kind, cfg.task.loss, cfg.task.evaluation.filter_seen) == ("retrieval", "full", seen)
     assert cfg.task.encoder.time_bias
-    assert set(cfg.reasons) >= {"task.kind", "task.loss", "task.encoder.dim", "task.split.kind", "batch.batch_samples"}
+    assert set(cfg.reasons) >= {"task.kind", "task.loss", "task.encoder.dim", "task.split.kind", "batch.batch_size"}
 
 
-def test_items_that_few_have_had_are_read_by_what_they_are(tmp_path: Path) -> None:
+def test_auto_uses_item_features_for_rare_items(tmp_path: Path) -> None:
     lines = [f"u{i % 50},i{i // 3},{i},b{i // 30}" for i in range(600)]
     (tmp_path / "log.csv").write_text("user,item,at,brand\n" + "\n".join(lines) + "\n")
     columns = {"categories": ("brand",)}
     prepare("log", tmp_path / "log.csv", tmp_path / "data", log={"time": "at"}, item_columns=columns)
-    cfg = configured("auto", {"data.folder": str(tmp_path / "data")})
+    cfg = resolve_config("auto", {"data.folder": str(tmp_path / "data")})
     assert cfg.task.inputs.item_features == ("brand",)
     assert "100% of items have at most 5 events" in cfg.reasons["task.inputs.item_features"]
 
 
-def test_what_is_given_wins_and_loses_its_reason(tmp_path: Path) -> None:
+def test_auto_user_options_override_choices_and_reasons(tmp_path: Path) -> None:
     folder = write_log(tmp_path, "shown", clicks=0.4, times=False)
-    assert configured("auto", {"data.folder": folder}).task.kind == "retrieval", "ranking needs times"
-    cfg = configured("auto", {"data.folder": folder, "task.encoder.dim": 16, "task.encoder.head_dim": 8})
+    assert resolve_config("auto", {"data.folder": folder}).task.kind == "retrieval", "ranking requires times"
+    cfg = resolve_config("auto", {"data.folder": folder, "task.encoder.dim": 16, "task.encoder.head_dim": 8})
     assert cfg.task.encoder.dim == 16
     assert "task.encoder.dim" not in cfg.reasons
     assert not cfg.task.encoder.time_bias
 
 
-def test_without_a_dataset_or_with_an_unknown_task_it_is_refused(tmp_path: Path) -> None:
+def test_auto_requires_a_dataset_and_a_known_task(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"wrote: --data.folder data/mine"):
-        configured("auto")
+        resolve_config("auto")
     folder = write_log(tmp_path, "shown", clicks=0.4)
-    with pytest.raises(UserError, match=r"task.kind = 'rankin'"):
-        configured("auto", {"data.folder": folder, "task.kind": "rankin"})
-    with pytest.raises(UserError, match="no labelled examples"):
-        configured("auto", {"data.folder": folder, "task.kind": "rows"})
+    with pytest.raises(UserError, match=r"task.kind=rankin: .*Did you mean 'ranking'"):
+        resolve_config("auto", {"data.folder": folder, "task.kind": "rankin"})
+    with pytest.raises(UserError, match="not labeled rows"):
+        resolve_config("auto", {"data.folder": folder, "task.kind": "rows"})
 
 
-def test_an_automatic_run_trains_and_keeps_its_reasons(tmp_path: Path) -> None:
+def test_auto_run_trains_and_stores_its_reasons(tmp_path: Path) -> None:
     synthetic.generate(synthetic.preset("tiny", num_users=40, num_items=30), tmp_path / "data")
-    given = {
+    options = {
         "data.folder": str(tmp_path / "data"),
         "task.kind": "retrieval",
         "training.max_steps": 2,
         "training.device": "cpu",
         "task.evaluation.baselines": "popularity",
     }
-    run = train("auto", given, output=tmp_path / "run")
+    run = train("auto", options, output=tmp_path / "run")
     assert run.evaluation is not None
-    again = configured(tmp_path / "run" / "config.json")
+    again = resolve_config(tmp_path / "run" / "config.json")
     assert again.reasons["task.loss"].startswith("full: 30 items")
-    changed = configured(tmp_path / "run" / "config.json", {"task.split.kind": "none"})
+    changed = resolve_config(tmp_path / "run" / "config.json", {"task.split.kind": "none"})
     assert "task.split.kind" not in changed.reasons
 
 
@@ -125,30 +125,36 @@ def test_auto_prefers_retrieval_for_a_shop_log(tmp_path: Path, form: str) -> Non
     (tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
     columns = {name: name if form == "flags" else f"event:{name}" for name in names}
     prepare("log", tmp_path / "log.csv", tmp_path / "data", log={"time": "at", "actions": columns})
-    cfg = configured("auto", {"data.folder": str(tmp_path / "data")})
+    cfg = resolve_config("auto", {"data.folder": str(tmp_path / "data")})
     assert cfg.task.kind == "retrieval"
     assert "--task.kind ranking scores candidates" in cfg.reasons["task.kind"]
 
 
-def test_auto_says_that_retrieval_ignores_actions(tmp_path: Path) -> None:
+def test_auto_explains_that_retrieval_ignores_actions(tmp_path: Path) -> None:
     kinds = ["view"] * 9 + ["buy"]
     lines = (f"u{second % 20},i{second // 20},{second},0,0,{kinds[second % 7 + 3]}" for second in range(600))
     folder = write_events(tmp_path, lines, time="at", actions={"view": "event:view", "buy": "event:buy"})
-    cfg = configured("auto", {"data.folder": str(folder)})
-    assert cfg.task.inputs.actions == ()
-    assert "actions (view, buy) are ignored; --task.inputs.actions buy trains" in cfg.reasons["task.inputs.actions"]
-    chosen = configured("auto", {"data.folder": str(folder), "task.inputs.actions": "buy"})
-    assert chosen.task.inputs.actions == ("buy",)
-    assert "task.inputs.actions" not in chosen.reasons
-    assert "task.inputs.actions" not in configured("auto", {"data.folder": folder, "task.kind": "ranking"}).reasons
+    cfg = resolve_config("auto", {"data.folder": str(folder)})
+    assert cfg.task.inputs.target_actions == ()
+    assert (
+        "actions (view, buy) are ignored; --task.inputs.target_actions buy trains"
+        in cfg.reasons["task.inputs.target_actions"]
+    )
+    chosen = resolve_config("auto", {"data.folder": str(folder), "task.inputs.target_actions": "buy"})
+    assert chosen.task.inputs.target_actions == ("buy",)
+    assert "task.inputs.target_actions" not in chosen.reasons
+    assert (
+        "task.inputs.target_actions"
+        not in resolve_config("auto", {"data.folder": folder, "task.kind": "ranking"}).reasons
+    )
 
 
-def test_prepare_explains_which_task_auto_chooses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_auto_choice_is_explained_by_prepare(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     show_task(Path(write_log(tmp_path, "shown", clicks=0.4)))
     show_task(Path(write_log(tmp_path, "done", clicks=1.0)))
     ranking, retrieval = capsys.readouterr().out.splitlines()
     assert "shown chooses ranking: scores candidates that you provide (/v1/rank); 6" in ranking
-    assert "done chooses retrieval: finds items of the whole catalog (/v1/recommend); events are actions" in retrieval
+    assert "done chooses retrieval: finds items in the full catalog (/v1/recommend); events are actions" in retrieval
 
 
 TINY = {"training.max_steps": 1, "training.epochs": 1, "training.device": "cpu"}
@@ -168,14 +174,14 @@ def draw_tiny_log(folder: Path, draw: random.Random) -> str:
 
 
 @pytest.mark.parametrize("seed", [*range(16), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(16, 80))])
-def test_auto_trains_tiny_logs_or_says_what_they_lack(tmp_path: Path, seed: int) -> None:
+def test_auto_trains_tiny_logs_or_explains_what_is_missing(tmp_path: Path, seed: int) -> None:
     draw = random.Random(seed)
-    given: dict[str, object] = {**TINY, "data.folder": draw_tiny_log(tmp_path, draw)}
+    options: dict[str, object] = {**TINY, "data.folder": draw_tiny_log(tmp_path, draw)}
     if kind := draw.choice([None, None, "retrieval", "ranking"]):
-        given["task.kind"] = kind
+        options["task.kind"] = kind
     problem = None
     try:
-        run = train("auto", given, output=tmp_path / "run")
+        run = train("auto", options, output=tmp_path / "run")
     except UserError as error:
         problem = str(error)
     if problem is None:
@@ -185,13 +191,13 @@ def test_auto_trains_tiny_logs_or_says_what_they_lack(tmp_path: Path, seed: int)
 
 
 @pytest.mark.parametrize(("users", "events"), [(3, 40), (20, 3)])
-def test_auto_takes_another_split_for_few_users_or_events(tmp_path: Path, users: int, events: int) -> None:
+def test_auto_changes_the_split_for_few_users_or_events(tmp_path: Path, users: int, events: int) -> None:
     draw = np.random.default_rng(0)
     lines = [f"u{u},i{draw.integers(9)},{at},0,0,x" for u in range(users) for at in draw.permutation(9999)[:events]]
     folder = write_events(tmp_path, lines, time="at")
-    cfg = configured("auto", {"data.folder": str(folder), **TINY})
+    cfg = resolve_config("auto", {"data.folder": str(folder), **TINY})
     assert cfg.task.split.kind == ("time" if events == 3 else "leave_one_out")
-    assert ("by leave_one_out 0 users train" in cfg.reasons["task.split.kind"]) == (events == 3)
+    assert ("by leave_one_out 0 training users" in cfg.reasons["task.split.kind"]) == (events == 3)
     assert train(cfg, output=tmp_path / "run").evaluation is not None
 
 
@@ -205,15 +211,15 @@ def test_auto_trains_few_rows_of_one_label(tmp_path: Path, label: str) -> None:
     )
 
 
-def test_auto_refuses_two_rows_with_their_number(tmp_path: Path) -> None:
+def test_auto_rejects_two_rows_with_their_number(tmp_path: Path) -> None:
     (tmp_path / "rows.txt").write_text(criteo_text(2, seed=0))
     prepare("criteo", tmp_path / "rows.txt", tmp_path / "data")
-    with pytest.raises(UserError, match=r"is too small \(2 rows with labels\)"):
-        configured("auto", {"data.folder": str(tmp_path / "data")})
+    with pytest.raises(UserError, match=r"is too small \(2 labeled rows\)"):
+        resolve_config("auto", {"data.folder": str(tmp_path / "data")})
 
 
-def test_run_folder_of_another_task_is_refused(tmp_path: Path) -> None:
-    given = {**TINY, "data.folder": write_log(tmp_path, "shown", clicks=0.4)}
-    train("auto", {**given, "task.kind": "retrieval"}, output=tmp_path / "run")
-    with pytest.raises(UserError, match="holds a run of the task 'retrieval', which cannot be resumed with another"):
-        train("auto", given, output=tmp_path / "run")
+def test_auto_rejects_run_folder_of_another_task(tmp_path: Path) -> None:
+    options = {**TINY, "data.folder": write_log(tmp_path, "shown", clicks=0.4)}
+    train("auto", {**options, "task.kind": "retrieval"}, output=tmp_path / "run")
+    with pytest.raises(UserError, match="contains a run of the task 'retrieval', which cannot be resumed with another"):
+        train("auto", options, output=tmp_path / "run")

@@ -1,4 +1,4 @@
-"""Files of a run folder that were torn, edited or replaced: the run is resumed, or an error names the file."""
+"""Files of a run folder that are truncated, edited or replaced: the run resumes, or an error names the file."""
 
 import json
 import shutil
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import nestrec
-from nestrec.api import configured
+from nestrec.api import resolve_config
 from nestrec.base.errors import UserError
 from nestrec.cli.training_output import evaluate_run
 from nestrec.distributed import Topology
@@ -18,8 +18,8 @@ from support.tiny_runs import config_of
 
 
 def train(data: Path, run: Path, max_steps: int) -> None:
-    more = {"training.max_steps": max_steps, "training.checkpoint_every_steps": 2}
-    Trainer(config_of("hstu", data, more), run, Topology.single("cpu")).train()
+    overrides = {"training.max_steps": max_steps, "training.checkpoint_every_steps": 2}
+    Trainer(config_of("hstu", data, overrides), run, Topology.single("cpu")).train()
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def edit(file: Path, name: str, value: Any) -> None:
     file.write_text(json.dumps(plain))
 
 
-def test_torn_metrics_do_not_stop_a_resumed_run(tiny_data: Path, run: Path) -> None:
+def test_run_files_truncated_metrics_do_not_stop_a_resumed_run(tiny_data: Path, run: Path) -> None:
     metrics = run / "metrics.jsonl"
     before = metrics.read_bytes()
     infinite = b'{"kind": "step", "step": 1e999}\n'
@@ -59,13 +59,13 @@ def test_torn_metrics_do_not_stop_a_resumed_run(tiny_data: Path, run: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["card.json", "config.json", "identity.json", "metrics.jsonl", "progress"])
-def test_folder_in_place_of_a_run_file_is_named(tiny_data: Path, run: Path, name: str) -> None:
+def test_run_files_folder_instead_of_a_file_is_named(tiny_data: Path, run: Path, name: str) -> None:
     (run / name).unlink()
     (run / name).mkdir()
-    with pytest.raises(UserError, match="Is a directory") as refused:
+    with pytest.raises(UserError, match="Is a directory") as raised:
         train(tiny_data, run, 6)
-    assert refused.value.option == "RUN"
-    assert str(refused.value.value).startswith(str(run / name.partition(".")[0]))
+    assert raised.value.option == "RUN"
+    assert str(raised.value.value).startswith(str(run / name.partition(".")[0]))
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_folder_in_place_of_a_run_file_is_named(tiny_data: Path, run: Path, name
         ("config.json", "training.epochs", "many"),
         ("config.json", "training.epoch", 3),
         ("config.json", "task.encoder.dim", -8),
-        ("config.json", "batch.batch_samples", 32),
+        ("config.json", "batch.batch_size", 32),
         ("config.json", "task.encoder.dim", 16),
         ("config.json", "data", None),
         ("config.json", "task.encoder.head_dim", 3),
@@ -83,7 +83,7 @@ def test_folder_in_place_of_a_run_file_is_named(tiny_data: Path, run: Path, name
         ("card.json", "files", []),
     ],
 )
-def test_edited_run_file_is_named(tiny_data: Path, run: Path, file: str, name: str, value: Any) -> None:
+def test_run_files_edited_file_is_named(tiny_data: Path, run: Path, file: str, name: str, value: Any) -> None:
     edit(run / file, name, value)
     uses: list[Callable[[], object]] = [
         lambda: evaluate_run(run, "test", best=True),
@@ -92,23 +92,23 @@ def test_edited_run_file_is_named(tiny_data: Path, run: Path, file: str, name: s
     if file == "config.json":
         uses.append(lambda: nestrec.load(run))
     for use in uses:
-        with pytest.raises(UserError) as refused:
+        with pytest.raises(UserError) as raised:
             use()
-        assert str(run / file) in str(refused.value)
+        assert str(run / file) in str(raised.value)
 
 
 @pytest.mark.parametrize(("name", "value"), [("training.epochs", "many"), ("training.epoch", 3)])
-def test_edited_config_that_is_trained_is_named(run: Path, name: str, value: Any) -> None:
+def test_run_files_edited_config_passed_to_train_is_named(run: Path, name: str, value: Any) -> None:
     edit(run / "config.json", name, value)
-    with pytest.raises(UserError) as refused:
-        configured(str(run / "config.json"))
-    assert str(run / "config.json") in str(refused.value)
+    with pytest.raises(UserError) as raised:
+        resolve_config(str(run / "config.json"))
+    assert str(run / "config.json") in str(raised.value)
 
 
 @pytest.mark.parametrize("name", ["card.json", "parameters.json"])
-def test_damaged_file_of_a_starting_run_is_named(tiny_data: Path, run: Path, tmp_path: Path, name: str) -> None:
+def test_run_files_corrupt_file_of_warm_start_is_named(tiny_data: Path, run: Path, tmp_path: Path, name: str) -> None:
     (run / name).write_bytes(b'{"\xff')
     cfg = config_of("hstu", tiny_data, {"training.max_steps": 2})
-    with pytest.raises(UserError) as refused:
-        Trainer(cfg, tmp_path / "new", Topology.single("cpu"), start_from=run)
-    assert str(run / name) in str(refused.value)
+    with pytest.raises(UserError) as raised:
+        Trainer(cfg, tmp_path / "new", Topology.single("cpu"), warm_start=run)
+    assert str(run / name) in str(raised.value)

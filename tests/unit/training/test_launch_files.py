@@ -1,4 +1,4 @@
-"""Launch files for Slurm, Kubernetes and Ray: by the schemas of those who read them, torchrun's options and ours."""
+"""Launch files for Slurm, Kubernetes and Ray: validated by their schemas, torchrun's options and nestrec's options."""
 
 import importlib.util
 import re
@@ -12,7 +12,7 @@ import pytest
 import yaml
 from torch.distributed.run import get_args_parser
 
-from nestrec.base.config_overrides import parse_overrides, with_overrides
+from nestrec.base.config_overrides import apply_overrides, parse_overrides
 from nestrec.base.errors import UserError
 from nestrec.training.recipes import recipe
 from nestrec.training.run_config import RunConfig
@@ -22,11 +22,11 @@ SLURM = {
     "job-name", "nodes", "ntasks-per-node", "gpus-per-node", "cpus-per-task", "time", "signal", "requeue", "no-kill",
     "open-mode",
 }  # fmt: skip
-"""Long options of sbatch, as its manual has them: it has no schema."""
+"""Long options of sbatch from its manual; it does not have a schema."""
 
 
 def check_torchrun(words: list[str]) -> RunConfig:
-    """What torchrun takes, and what is left for `nestrec train`; unknown options of either are errors."""
+    """Parses the options of torchrun and of `nestrec train`; unknown options of either are errors."""
     parser = get_args_parser()
     args = parser.parse_args(words)
     assert args.module
@@ -35,41 +35,41 @@ def check_torchrun(words: list[str]) -> RunConfig:
     command, name, *options = args.training_script_args
     assert command == "train"
     assert options[0] == "--output"
-    return with_overrides(recipe(name), parse_overrides(options[2:]))
+    return apply_overrides(recipe(name), parse_overrides(options[2:]))
 
 
 def jobset() -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load((TRAINING / "jobset.yaml").read_text())
-    return found
+    manifest: dict[str, Any] = yaml.safe_load((TRAINING / "jobset.yaml").read_text())
+    return manifest
 
 
-def unknown_fields(given: Any, taken: Any, where: str = "") -> list[str]:
-    """Paths that a manifest has and its model, once written out again, has not."""
-    if isinstance(given, dict):
+def unknown_fields(manifest: Any, parsed: Any, prefix: str = "") -> list[str]:
+    """Returns the paths of a manifest that are missing after it is parsed and serialized again."""
+    if isinstance(manifest, dict):
         return [
             path
-            for name, value in given.items()
+            for name, value in manifest.items()
             for path in (
-                unknown_fields(value, taken[name], f"{where}.{name}") if name in taken else [f"{where}.{name}"]
+                unknown_fields(value, parsed[name], f"{prefix}.{name}") if name in parsed else [f"{prefix}.{name}"]
             )
         ]
-    if isinstance(given, list):
-        pairs = zip(given, taken, strict=True)
-        return [path for i, (a, b) in enumerate(pairs) for path in unknown_fields(a, b, f"{where}[{i}]")]
+    if isinstance(manifest, list):
+        pairs = zip(manifest, parsed, strict=True)
+        return [path for i, (a, b) in enumerate(pairs) for path in unknown_fields(a, b, f"{prefix}[{i}]")]
     return []
 
 
-def test_the_jobset_is_one():
-    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet  # a second of every worker
+def test_launch_jobset_is_valid():
+    from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet  # importing it takes a second
 
     manifest = jobset()
-    taken = JobsetV1alpha2JobSet.from_dict(manifest)
-    assert taken is not None
-    assert unknown_fields(manifest, taken.to_dict()) == []
+    parsed = JobsetV1alpha2JobSet.from_dict(manifest)
+    assert parsed is not None
+    assert unknown_fields(manifest, parsed.to_dict()) == []
     broken = {**manifest, "spec": {**manifest["spec"], "restarts": 3}}
-    kept = JobsetV1alpha2JobSet.from_dict(broken)
-    assert kept is not None
-    assert unknown_fields(broken, kept.to_dict()) == [".spec.restarts"]
+    parsed_broken = JobsetV1alpha2JobSet.from_dict(broken)
+    assert parsed_broken is not None
+    assert unknown_fields(broken, parsed_broken.to_dict()) == [".spec.restarts"]
     (nodes,) = manifest["spec"]["replicatedJobs"]
     job = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "node"}, **nodes["template"]}
     kubernetes_validate.validate(job, "1.32", strict=True)
@@ -77,7 +77,7 @@ def test_the_jobset_is_one():
         kubernetes_validate.validate({**job, "spec": {**job["spec"], "paralelism": 4}}, "1.32", strict=True)
 
 
-def test_pods_of_the_jobset_meet_where_one_of_them_is_and_run_as_nobody():
+def test_launch_jobset_rendezvous_at_pod_zero_as_non_root():
     manifest = jobset()
     (nodes,) = manifest["spec"]["replicatedJobs"]
     pod = nodes["template"]["spec"]["template"]["spec"]
@@ -94,13 +94,13 @@ def test_pods_of_the_jobset_meet_where_one_of_them_is_and_run_as_nobody():
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
 
 
-def test_the_slurm_file_is_a_script_that_torchrun_and_nestrec_understand():
+def test_launch_slurm_script_is_valid_for_torchrun_and_nestrec():
     path = TRAINING / "slurm.sbatch"
     text = path.read_text()
     subprocess.run(["bash", "-n", path], check=True, timeout=20)
     options = re.findall(r"^#SBATCH --([a-z-]+)", text, re.M)
     assert set(options) <= SLURM
-    assert text.index("#SBATCH") < text.index("set -e"), "sbatch reads none behind the first command"
+    assert text.index("#SBATCH") < text.index("set -e"), "sbatch ignores options after the first command"
     command = re.sub(r"\\\n", " ", text[text.index("srun ") :])
     words = shlex.split(command.replace("$SLURM_NNODES", "4").replace("${RECIPE:-demo}", "demo"))
     cfg = check_torchrun(words[words.index("torchrun") + 1 :])
@@ -108,8 +108,8 @@ def test_the_slurm_file_is_a_script_that_torchrun_and_nestrec_understand():
     assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
 
 
-def test_the_file_for_ray_takes_options_of_train_and_refuses_unknown_ones_before_anything_starts():
-    """What Ray takes is tested where Ray is (tests/with_ray)."""
+def test_launch_ray_script_parses_train_options():
+    """The Ray API is tested in tests/with_ray, where Ray is installed."""
     spec = importlib.util.spec_from_file_location("ray_train", TRAINING / "ray_train.py")
     assert spec is not None
     assert spec.loader is not None
@@ -119,8 +119,8 @@ def test_the_file_for_ray_takes_options_of_train_and_refuses_unknown_ones_before
     words = shlex.split(usage.replace("\\\n", " "))
     args, overrides = file.read(words)
     assert (args.recipe, args.workers, args.device) == ("demo", "8:32", "cuda")
-    cfg = with_overrides(recipe(args.recipe), overrides)
+    cfg = apply_overrides(recipe(args.recipe), overrides)
     assert cfg.training.checkpoint_async
     assert cfg.training.device == "cuda"
-    with pytest.raises(UserError, match=r"training\.epoch "):
+    with pytest.raises(UserError, match=r"training\.epoch="):
         file.read([*words, "--training.epoch", "2"])
