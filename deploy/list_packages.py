@@ -1,6 +1,6 @@
-"""What a pyproject.toml asks for, a line each: python list_packages.py PYPROJECT EXTRA,EXTRA
+"""Prints the requirements of a pyproject.toml, one per line: python list_packages.py PYPROJECT EXTRA,EXTRA
 
-The image installs it in a layer of its own, which stays as it is while only the code changes.
+The container image installs them in a separate layer, which is reused if only the code changes.
 """
 
 import sys

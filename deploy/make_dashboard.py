@@ -1,110 +1,123 @@
-"""Writes grafana/nestrec.json: python deploy/make_dashboard.py. A panel is a line or a few here."""
+"""Writes the Grafana dashboard grafana/nestrec.json: python deploy/make_dashboard.py"""
 
 import json
 from pathlib import Path
 from typing import Any
 
 _OF = '{job="nestrec"}'
-_BY_ROUTE = 'sum by (route) (rate(nestrec_requests_total{status=~"2.."}[$__rate_interval]))'
+_BY_ROUTE = 'sum by (route) (rate(nestrec_http_requests_total{status=~"2.."}[$__rate_interval]))'
 _QUANTILE = "histogram_quantile({q}, sum by (le, {by}) (rate({metric}_bucket{{{where}}}[$__rate_interval])))"
-_NOT_ANSWERED = 'sum by (outcome) (rate(nestrec_request_duration_seconds_count{outcome!="answered"}[$__rate_interval]))'
-_SHARE = "sum by (model) (nestrec_{cache}_cache_used_{unit}) / sum by (model) (nestrec_{cache}_cache_{unit} > 0)"
-ANSWERED = 'outcome="answered"'
+_NOT_SUCCESSFUL = (
+    'sum by (outcome) (rate(nestrec_http_request_duration_seconds_count{outcome!="ok"}[$__rate_interval]))'
+)
+_FILL = "sum by (model) (nestrec_kv_cache_used_{unit}) / sum by (model) (nestrec_kv_cache_{unit} > 0)"
+SUCCESSFUL = 'outcome="ok"'
 PANELS: list[tuple[str, str, dict[str, str]]] = [
-    ("Answers a second", "reqps", {"{{route}}": _BY_ROUTE}),
+    ("Successful responses", "reqps", {"{{route}}": _BY_ROUTE}),
     (
-        "Refused, rejected and failed a second",
+        "Shed, rejected and failed requests",
         "reqps",
-        {"{{outcome}}": _NOT_ANSWERED},
+        {"{{outcome}}": _NOT_SUCCESSFUL},
     ),
     (
-        "Time to answer",
+        "Response time",
         "s",
         {
             f"p{q} {{{{route}}}}": _QUANTILE.format(
-                q=q / 100, by="route", metric="nestrec_request_duration_seconds", where=ANSWERED
+                q=q / 100, by="route", metric="nestrec_http_request_duration_seconds", where=SUCCESSFUL
             )
             for q in (50, 99)
         },
     ),
     (
-        "Queue and computation, P99",
+        "Engine queue and compute time, P99",
         "s",
         {
-            "queue {{model}}": _QUANTILE.format(q=0.99, by="model", metric="nestrec_queue_duration_seconds", where=""),
-            "compute {{model}}": _QUANTILE.format(
-                q=0.99, by="model", metric="nestrec_compute_duration_seconds", where=""
+            "queue {{model}}": _QUANTILE.format(
+                q=0.99, by="model", metric="nestrec_engine_queue_duration_seconds", where=""
             ),
-            "way {{model}}, P90": "max by (model) (nestrec_way_seconds)",
-            "host {{model}}, of a batch": "max by (model) (nestrec_batch_host_seconds)",
+            "compute {{model}}": _QUANTILE.format(
+                q=0.99, by="model", metric="nestrec_engine_compute_duration_seconds", where=""
+            ),
+            "transit {{model}}, P90": "max by (model) (nestrec_engine_transit_seconds)",
+            "host {{model}}, per batch": "max by (model) (nestrec_engine_batch_host_seconds)",
         },
     ),
     (
-        "Rankings by place of the prefix",
+        "Ranking requests by prefix-cache result",
         "reqps",
-        {"{{prefix}}": "sum by (prefix) (rate(nestrec_rankings_total[$__rate_interval]))"},
+        {"{{cache_source}}": "sum by (cache_source) (rate(nestrec_rank_requests_total[$__rate_interval]))"},
     ),
-    ("Pre-infer signals", "reqps", {"{{outcome}}": "sum by (outcome) (rate(nestrec_signals_total[$__rate_interval]))"}),
-    ("Work that waits", "s", {"{{instance}} {{model}}": "sum by (instance, model) (nestrec_queued_seconds)"}),
     (
-        "Device at work",
+        "Pre-infer requests",
+        "reqps",
+        {"{{outcome}}": "sum by (outcome) (rate(nestrec_preinfer_requests_total[$__rate_interval]))"},
+    ),
+    ("Engine queue", "s", {"{{instance}} {{model}}": "sum by (instance, model) (nestrec_engine_queue_seconds)"}),
+    (
+        "Device utilization",
         "percentunit",
-        {"{{instance}}": "sum by (instance) (rate(nestrec_device_busy_seconds_total[$__rate_interval]))"},
+        {"{{instance}}": "sum by (instance) (rate(nestrec_engine_device_busy_seconds_total[$__rate_interval]))"},
     ),
     (
-        "Prefix caches",
+        "KV cache usage",
         "percentunit",
         {
-            "device {{model}}": _SHARE.format(cache="device", unit="pages"),
-            "DRAM {{model}}": _SHARE.format(cache="dram", unit="bytes"),
+            "device {{model}}": _FILL.format(unit="pages"),
+            "host {{model}}": _FILL.format(unit="bytes"),
         },
     ),
-    ("Memory of the process", "bytes", {"{{instance}}": "process_resident_memory_bytes" + _OF}),
-    ("Versions in service", "short", {"{{model}} {{version}}": "count by (model, version) (nestrec_model_info)"}),
-    ("Age of the model", "s", {"{{model}}": "time() - min by (model) (nestrec_model_exported_timestamp_seconds)"}),
+    ("Resident memory", "bytes", {"{{instance}}": "process_resident_memory_bytes" + _OF}),
+    ("Served versions", "short", {"{{model}} {{version}}": "count by (model, version) (nestrec_model_info)"}),
+    ("Model age", "s", {"{{model}}": "time() - min by (model) (nestrec_model_exported_timestamp_seconds)"}),
     (
-        "From an event to an answer",
+        "Freshness: event to response",
         "s",
         {
-            "p50 {{model}}": _QUANTILE.format(q=0.5, by="model", metric="nestrec_freshness_seconds", where=""),
-            "p99 {{model}}": _QUANTILE.format(q=0.99, by="model", metric="nestrec_freshness_seconds", where=""),
-            "{{part}} {{model}}": "max by (model, part) (nestrec_freshness_part_seconds)",
+            "p50 {{model}}": _QUANTILE.format(q=0.5, by="model", metric="nestrec_model_freshness_seconds", where=""),
+            "p99 {{model}}": _QUANTILE.format(q=0.99, by="model", metric="nestrec_model_freshness_seconds", where=""),
+            "{{part}} {{model}}": "max by (model, part) (nestrec_model_freshness_part_seconds)",
         },
     ),
     (
         "Versions of followed models",
         "short",
         {
-            "number {{instance}} {{model}}": "max by (instance, model) (nestrec_version_number)",
-            "behind {{instance}} {{model}}": "max by (instance, model) (nestrec_versions_behind)",
-            "{{event}} a minute": "60 * sum by (event) (rate(nestrec_versions_total[$__rate_interval]))",
+            "number {{instance}} {{model}}": "max by (instance, model) (nestrec_model_version_number)",
+            "behind {{instance}} {{model}}": "max by (instance, model) (nestrec_model_versions_behind)",
+            "{{method}} per minute": (
+                "60 * sum by (method) (rate(nestrec_model_versions_applied_total[$__rate_interval]))"
+            ),
         },
     ),
     (
-        "Keys not let in",
+        "Authentication failures",
         "reqps",
-        {"{{reason}}": "sum by (reason) (rate(nestrec_refused_credentials_total[$__rate_interval]))"},
+        {"{{reason}}": "sum by (reason) (rate(nestrec_auth_failures_total[$__rate_interval]))"},
     ),
     (
-        "Rows of tables not on the device",
+        "Row cache misses",
         "ops",
-        {"{{table}}": 'sum by (table) (rate(nestrec_table_rows_total{event="missed"}[$__rate_interval]))'},
+        {"{{table}}": "sum by (table) (rate(nestrec_table_row_misses_total[$__rate_interval]))"},
     ),
     (
-        "Slots of the front",
+        "Instances behind the gateway",
         "short",
-        {"alive": "sum(nestrec_slot_alive)", "requests {{slot}}": "sum by (slot) (nestrec_slot_requests)"},
+        {
+            "alive": "sum(nestrec_instance_up)",
+            "requests {{slot}}": "sum by (slot) (nestrec_instance_inflight_requests)",
+        },
     ),
     (
-        "Off a user's own slot",
+        "Requests routed to another instance",
         "reqps",
-        {"{{event}}": "sum by (event) (rate(nestrec_front_events_total[$__rate_interval]))"},
+        {"{{event}}": "sum by (event) (rate(nestrec_gateway_events_total[$__rate_interval]))"},
     ),
 ]
 
 
 def dashboard() -> dict[str, Any]:
-    """The whole of it, as Grafana imports it."""
+    """Return the dashboard as JSON that Grafana imports."""
     source = {"type": "prometheus", "uid": "prometheus"}
     panels = [
         {

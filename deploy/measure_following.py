@@ -1,10 +1,12 @@
-"""What following costs those who ask: python deploy/measure_following.py --json FILE
+"""Measures how deltas affect the latency of a server that follows versions:
 
-A server of a ranking model (`nestrec serve --model ADDRESS --follow`, over HTTP) under one open-loop load by turns: for
-a while nothing is published, then for as long a delta of 1% of the rows comes every few seconds; every other round the
-other way about. P99 of the second over that of the first is taken inside of a round, and over the requests of all
-rounds, with an interval from rounds drawn anew. The model has made-up weights; its versions are written by what runs
-write theirs with, in a process of its own.
+    python deploy/measure_following.py --json FILE
+
+A server of a ranking model (`nestrec serve --model ADDRESS --follow`, over HTTP) gets the same open-loop load in two
+alternating phases: one without published versions, and one in which a delta of 1% of the rows is published every few
+seconds. The order alternates between rounds. The ratio of the P99 latencies is computed within each round and over the
+requests of all rounds, with a bootstrap interval over rounds. The model has random weights; its versions are written by
+the code that training runs use, in a separate process.
 """
 
 import argparse
@@ -27,10 +29,10 @@ import torch
 from numpy.typing import NDArray
 
 from nestrec.artifacts.storage import storage_of
-from nestrec.base.process import uncollected
+from nestrec.base.process import gc_disabled
 from nestrec.checkpoint import CheckpointGroup
 from nestrec.embedding.table_config import InitConfig
-from nestrec.exporters.servable_writer import descriptions, write_servable
+from nestrec.exporters.servable_writer import description_files, write_servable
 from nestrec.exporters.version_content import ModelDescription, RankVersionData
 from nestrec.exporters.version_writer import VersionInfo, VersionWriter
 from nestrec.models.hstu import HSTUConfig
@@ -43,9 +45,9 @@ from nestrec_bench.harness.random_model import random_ranking
 from nestrec_bench.load_test.load_test import (
     LoadTestConfig,
     RequestSchedule,
-    chosen_items,
+    fetch_required_inputs,
     make_load,
-    reads_of,
+    request_items,
     send_load,
 )
 from nestrec_bench.load_test.open_loop import Trial, poisson_arrivals, run_punctually
@@ -54,21 +56,21 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 @functools.cache
-def made_up(encoder: HSTUConfig, num_items: int) -> Servable:
-    """A model of so many items, whose rows are all as they begin."""
+def random_servable(encoder: HSTUConfig, num_items: int) -> Servable:
+    """Return a random model with `num_items` items."""
     servable = random_ranking(encoder, num_items=2)
     spec = replace(servable.spec, num_items=num_items)
     return replace(servable, spec=spec, item_keys=tuple(map(str, range(1, num_items + 1))))
 
 
 def publish(address: str, encoder: HSTUConfig, num_items: int, share: float, seed: int) -> VersionManifest:
-    """The first version at an address, in full, or one more with a share of the rows of the items."""
-    servable = made_up(encoder, num_items)
+    """Publish the first version in full, or one more as a delta that changes a fraction of the item rows."""
+    servable = random_servable(encoder, num_items)
     tables = tuple(
         PublishedTable(name=name, num_rows=rows, dim=encoder.dim, dtype="float32", seed=1, init=InitConfig(scale=0.05))
         for name, rows in (("items", num_items + 1), ("event_tab", 3))
     )
-    now = ModelDescription(tables=tables, files=descriptions(servable), spec=servable.spec)
+    now = ModelDescription(tables=tables, files=description_files(servable), spec=servable.spec)
     versions = VersionStore(storage_of(address))
     newest = None
     if Path(address, "newest.json").exists():
@@ -81,7 +83,7 @@ def publish(address: str, encoder: HSTUConfig, num_items: int, share: float, see
         tables=tables,
         times=Times(trained_s=time.time()),
         weights={name: weight * (1 + 1e-3 * seed) for name, weight in servable.model.state_dict().items()},
-        descriptions=now.since(None if newest is None else now),
+        descriptions=now.diff_since(None if newest is None else now),
     )
     keys = np.sort(np.random.default_rng(seed).choice(num_items + 1, round(share * num_items), replace=False))
     rows = torch.from_numpy(np.random.default_rng(seed).normal(0, 0.05, (len(keys), encoder.dim)).astype(np.float32))
@@ -92,19 +94,19 @@ def publish(address: str, encoder: HSTUConfig, num_items: int, share: float, see
     return writer.write("full" if newest is None else "delta", about, content).manifest
 
 
-def asked(url: str, path: str) -> str:
+def fetch_text(url: str, path: str) -> str:
     with urllib.request.urlopen(url + path, timeout=10) as response:
         return str(response.read().decode())
 
 
 def metric(url: str, name: str) -> float:
-    return float(next(line for line in asked(url, "/metrics").splitlines() if line.startswith(name)).split()[-1])
+    return float(next(line for line in fetch_text(url, "/metrics").splitlines() if line.startswith(name)).split()[-1])
 
 
 def wait_until_ready(url: str, process: "subprocess.Popen[bytes]") -> None:
     while process.poll() is None:
         try:
-            asked(url, "/health/ready")
+            fetch_text(url, "/health/ready")
             return
         except OSError:
             time.sleep(0.2)
@@ -112,51 +114,66 @@ def wait_until_ready(url: str, process: "subprocess.Popen[bytes]") -> None:
 
 
 def load_of(url: str, cfg: LoadTestConfig, seed: int) -> RequestSchedule:
-    """Requests arrive as those of `cfg` do; users are those of `seed`, so that none finds a prefix of a load before."""
-    at_s = poisson_arrivals(cfg.rate, cfg.duration_s, cfg.seed).tolist()
+    """Arrival times are those of `cfg`; users are drawn with `seed`, so that no prefix of an earlier load is cached."""
+    at_s = poisson_arrivals(cfg.requests_per_s, cfg.duration_s, cfg.seed).tolist()
     longer = replace(cfg, seed=seed, duration_s=cfg.duration_s + 1.0)
-    load = make_load(longer, cfg.rate, cfg.history, reads_of(url), chosen_items(url, cfg.items))
+    inputs = fetch_required_inputs(url)
+    load = make_load(longer, cfg.requests_per_s, cfg.history_events, inputs, request_items(url, cfg.items))
     assert len(load.bodies) >= len(at_s)
     return replace(load, at_s=at_s, paths=load.paths[: len(at_s)], bodies=load.bodies[: len(at_s)])
 
 
 def sent(url: str, load: RequestSchedule) -> Trial:
-    """What became of a load."""
-    with uncollected():  # it would take a tenth of a second here
+    """Send a load and return its results."""
+    with gc_disabled():  # a collection would take a tenth of a second here
         return run_punctually(send_load(url, load, 0.0))
 
 
 def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
     address = str(folder / "published")
     port = free_port()
-    began_s = time.monotonic()
+    start_s = time.monotonic()
     encoder = encoder_of(chosen)
     publish(address, encoder, chosen.items, 0.0, 0)
     url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "nestrec", "serve", "--model", address, "--follow", "--follow.poll_s", "0.5"]
+    command = [
+        sys.executable,
+        "-m",
+        "nestrec",
+        "serve",
+        "--model",
+        address,
+        "--follow",
+        "--follow.poll_interval_s",
+        "0.5",
+    ]
     process = subprocess.Popen([*command, "--port", str(port), *shlex.split(chosen.serve)])
     writer = start_writer(chosen, address)
     rows = []
     try:
         wait_until_ready(url, process)
-        print(f"ready after {time.monotonic() - began_s:.1f} s", flush=True)
+        print(f"ready after {time.monotonic() - start_s:.1f} s", flush=True)
         cfg = LoadTestConfig(
-            rate=chosen.rate, duration_s=chosen.seconds, history=chosen.history, candidates=64, items=str(chosen.items)
+            requests_per_s=chosen.rate,
+            duration_s=chosen.seconds,
+            history_events=chosen.history,
+            num_candidates=64,
+            items=str(chosen.items),
         )
         ask_for_delta(writer)  # the first of its kind makes what all others use
         sent(url, load_of(url, replace(cfg, duration_s=3.0), 0))
-        sent(url, load_of(url, replace(cfg, duration_s=2.0, rate=1.5 * cfg.rate), 2**31))
+        sent(url, load_of(url, replace(cfg, duration_s=2.0, requests_per_s=1.5 * cfg.requests_per_s), 2**31))
         trials: dict[str, list[Trial]] = {"still": [], "deltas": []}
         for number in range(chosen.rounds):
             found = {}
             for way in ("still", "deltas") if number % 2 == 0 else ("deltas", "still"):
                 load = load_of(url, replace(cfg, seed=number), 1 + 2 * number + (way == "deltas"))
-                before = metric(url, "nestrec_version_number")
+                before = metric(url, "nestrec_model_version_number")
                 if way == "deltas":  # while the load lasts: each has time to be written and taken
                     moments = np.arange(0.2 * chosen.every, chosen.seconds - 0.5 * chosen.every, chosen.every)
                     threading.Thread(target=ask_for_deltas, args=(writer, moments.tolist())).start()
                 trial = sent(url, load)
-                found[way] = (trial, metric(url, "nestrec_version_number") - before)
+                found[way] = (trial, metric(url, "nestrec_model_version_number") - before)
                 trials[way].append(trial)
             rows.append(row_of(found, chosen, number))
             in_all = over_all(trials, chosen, sum(row["versions_taken"] for row in rows))
@@ -170,7 +187,7 @@ def measure(chosen: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
 
 
 def keep(chosen: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
-    """What is known by now."""
+    """Print and store the results so far."""
     for row in rows[-2:]:
         print(json.dumps(row), flush=True)
     if chosen.json:
@@ -179,7 +196,7 @@ def keep(chosen: argparse.Namespace, rows: list[dict[str, Any]]) -> None:
 
 def row_of(found: dict[str, tuple[Trial, float]], chosen: argparse.Namespace, number: int) -> dict[str, Any]:
     (still, _), (deltas, taken) = found["still"], found["deltas"]
-    told = {f"{way}_p{q}_ms": finite(trial.percentile_ms(q)) for way, (trial, _) in found.items() for q in (50, 99)}
+    fields = {f"{way}_p{q}_ms": finite(trial.percentile_ms(q)) for way, (trial, _) in found.items() for q in (50, 99)}
     return {
         "what": "p99_while_deltas_arrive",
         "device": DEVICE,
@@ -190,10 +207,10 @@ def row_of(found: dict[str, tuple[Trial, float]], chosen: argparse.Namespace, nu
         "rows_a_delta": round(0.01 * chosen.items),
         "items": chosen.items,
         "dim": chosen.dim,
-        **told,
+        **fields,
         **{f"{way}_generator_late_p99_ms": round(trial.lateness_ms, 3) for way, (trial, _) in found.items()},
-        "p99_ratio": None if still.num_refused else finite(deltas.percentile_ms(99) / still.percentile_ms(99)),
-        "refused": still.num_refused + deltas.num_refused,
+        "p99_ratio": None if still.num_rejected else finite(deltas.percentile_ms(99) / still.percentile_ms(99)),
+        "refused": still.num_rejected + deltas.num_rejected,
     }
 
 
@@ -233,29 +250,29 @@ def p99(latency_ms: NDArray[np.float64]) -> float:
 
 
 def finite(value: float) -> float | None:
-    """JSON has no infinity: none where one in a hundred was refused."""
+    """Return a value for JSON, which has no infinity: None if more than one in a hundred requests was rejected."""
     return round(value, 3) if math.isfinite(value) else None
 
 
 def bytes_of(chosen: argparse.Namespace, address: str, folder: Path) -> dict[str, Any]:
-    """The newest delta beside an export of the same model."""
+    """Compare the size of the newest delta with an export of the same model."""
     versions = VersionStore(storage_of(address))
-    newest = versions.told(*next(versions.history()))
+    newest = versions.read_description(*next(versions.history()))
     assert newest is not None
     export = write_servable(random_ranking(encoder_of(chosen), num_items=chosen.items), folder / "export")
     full = sum(file.bytes for file in export.files)
-    told = {"delta_bytes": newest.num_bytes, "export_bytes": full, "share": round(newest.num_bytes / full, 4)}
+    fields = {"delta_bytes": newest.num_bytes, "export_bytes": full, "share": round(newest.num_bytes / full, 4)}
     return {
         "what": "bytes",
         "items": chosen.items,
         "dim": chosen.dim,
         "rows_a_delta": round(0.01 * chosen.items),
-        **told,
+        **fields,
     }
 
 
 def start_writer(chosen: argparse.Namespace, address: str) -> "subprocess.Popen[bytes]":
-    """A process that writes a delta for every line it is sent; it has loaded what it needs."""
+    """Start a process that writes one delta per input line, and wait until it is ready."""
     options = [f"--{name}={getattr(chosen, name)}" for name in ("items", "dim", "layers", "history")]
     command = [sys.executable, __file__, "--write", address, *options]
     writer = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -265,10 +282,10 @@ def start_writer(chosen: argparse.Namespace, address: str) -> "subprocess.Popen[
 
 
 def ask_for_deltas(writer: "subprocess.Popen[bytes]", moments_s: list[float]) -> None:
-    """One at each of these moments from now."""
-    begin_s = time.monotonic()
+    """Request one delta at each of these times, in seconds from now."""
+    start_s = time.monotonic()
     for moment_s in moments_s:
-        time.sleep(max(0.0, begin_s + moment_s - time.monotonic()))
+        time.sleep(max(0.0, start_s + moment_s - time.monotonic()))
         ask_for_delta(writer)
 
 
@@ -280,7 +297,7 @@ def ask_for_delta(writer: "subprocess.Popen[bytes]") -> None:
 
 def write_deltas(chosen: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    made_up(encoder_of(chosen), chosen.items)
+    random_servable(encoder_of(chosen), chosen.items)
     print("ready", flush=True)
     for number, _ in enumerate(sys.stdin):
         publish(chosen.write, encoder_of(chosen), chosen.items, 0.01, number + 1)

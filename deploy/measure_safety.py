@@ -1,7 +1,7 @@
-"""What keys and TLS cost a request: python deploy/measure_safety.py --json docs/results/safety.json
+"""Measures the cost of API keys and TLS per request: python deploy/measure_safety.py --json docs/results/safety.json
 
-A server for each way of asking, in one process and over real sockets, asked in turn: a round asks each of them the same
-number of times, and ratios are taken inside of a round. The rows named `gate` are the check alone, without a socket.
+One process runs a server per configuration, over real sockets. In each round every server gets the same number of
+requests, and ratios are computed within a round. The rows `gate` measure the authorization alone, without a socket.
 """
 
 import argparse
@@ -21,8 +21,8 @@ from nestrec.models.hstu import HSTUConfig
 from nestrec.report.result_file import write_frame
 from nestrec.serving.core.request_limits import LimitsConfig
 from nestrec.serving.http.http_app import App
-from nestrec.serving.http.serve_config import ServeConfig, safety_of, uvicorn_config
-from nestrec.serving.security.auth import ApiKeyEntry, add_entry, digest_of, new_key
+from nestrec.serving.http.serve_config import ServeConfig, create_security, uvicorn_config
+from nestrec.serving.security.auth import ApiKeyEntry, add_entry, digest_of, generate_key
 from nestrec.serving.security.security_config import SecurityConfig
 from nestrec.serving.service.inference_service import Service, ServiceConfig
 from nestrec_bench.harness.random_model import random_retrieval
@@ -37,10 +37,10 @@ def request(key: str) -> bytes:
     return f"{head}content-length: {len(BODY)}\r\n\r\n".encode() + BODY
 
 
-async def connected(app: App, safety: SecurityConfig, trusted: Path | None) -> Any:
-    """A connection to a server of its own."""
-    cfg = ServeConfig(limits=LimitsConfig(default_timeout_ms=10_000), safety=safety)
-    config = uvicorn_config(app, cfg, app, safety_of(cfg))
+async def connected(app: App, security: SecurityConfig, trusted: Path | None) -> Any:
+    """Start a server and return a connection to it."""
+    cfg = ServeConfig(limits=LimitsConfig(default_timeout_ms=10_000), security=security)
+    config = uvicorn_config(app, cfg, app, create_security(cfg))
     config.load()
     made: Any = config.http_protocol_class
     state = ServerState()
@@ -52,7 +52,7 @@ async def connected(app: App, safety: SecurityConfig, trusted: Path | None) -> A
 
 
 async def spent_us(connection: Any, data: bytes) -> float:
-    """Microseconds of an answer, on average."""
+    """Return the mean time of a response in microseconds."""
     reader, writer = connection
     start_s = time.perf_counter()
     for _ in range(ASKED):
@@ -64,12 +64,12 @@ async def spent_us(connection: Any, data: bytes) -> float:
 
 
 def key_file(folder: Path, count: int) -> tuple[Path, str]:
-    """A file of so many keys, and the last of them."""
+    """Write a file of `count` keys, and return its path and the last key."""
     folder.mkdir(exist_ok=True)
     path = folder / f"{count}.toml"
     key = ""
     for number in range(count):
-        key = new_key()
+        key = generate_key()
         add_entry(path, ApiKeyEntry(name=f"k{number}", sha256=digest_of(key.encode()).hex()))
     return path, key
 
@@ -86,15 +86,16 @@ async def over_sockets(service: Service, folder: Path) -> list[dict[str, Any]]:
     app = App(service, LimitsConfig(default_timeout_ms=10_000))
     pem = certificate(folder)
     one, many = key_file(folder, 1), key_file(folder, 256)
-    tls = {"certificate": str(pem[0]), "private_key": str(pem[1])}
+    tls = {"tls_certificate": str(pem[0]), "tls_private_key": str(pem[1])}
     ways: dict[str, tuple[SecurityConfig, str]] = {
         "open": (SecurityConfig(), ""),
-        "1 key": (SecurityConfig(keys=str(one[0])), one[1]),
-        "256 keys": (SecurityConfig(keys=str(many[0])), many[1]),
-        "TLS and 1 key": (SecurityConfig(keys=str(one[0]), **tls), one[1]),
+        "1 key": (SecurityConfig(api_keys=str(one[0])), one[1]),
+        "256 keys": (SecurityConfig(api_keys=str(many[0])), many[1]),
+        "TLS and 1 key": (SecurityConfig(api_keys=str(one[0]), **tls), one[1]),
     }
     connections = {
-        name: await connected(app, safety, pem[0] if safety.certificate else None) for name, (safety, _) in ways.items()
+        name: await connected(app, security, pem[0] if security.tls_certificate else None)
+        for name, (security, _) in ways.items()
     }
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
@@ -105,21 +106,26 @@ async def over_sockets(service: Service, folder: Path) -> list[dict[str, Any]]:
     return [row("request", name, times[name][2:], times["open"][2:]) for name in ways]
 
 
-def at_the_gate(folder: Path) -> list[dict[str, Any]]:
-    gates = {}
+def measure_authorizer(folder: Path) -> list[dict[str, Any]]:
+    authorizers = {}
     for count in (0, 1, 16, 256):
         path, key = key_file(folder / "gate", count)
-        gate = safety_of(ServeConfig(safety=SecurityConfig(keys=str(path) if count else ""))).gate([])
-        gates[f"{count} keys"] = gate, [(b"host", b"localhost"), (b"authorization", f"Bearer {key}".encode())]
-    times: dict[str, list[float]] = {name: [] for name in gates}
+        authorizer = create_security(
+            ServeConfig(security=SecurityConfig(api_keys=str(path) if count else ""))
+        ).make_authorizer([])
+        authorizers[f"{count} keys"] = (
+            authorizer,
+            [(b"host", b"localhost"), (b"authorization", f"Bearer {key}".encode())],
+        )
+    times: dict[str, list[float]] = {name: [] for name in authorizers}
     for _ in range(ROUNDS):
-        for name, (gate, headers) in gates.items():
+        for name, (authorizer, headers) in authorizers.items():
             start_s = time.perf_counter()
             for _ in range(200):
-                admission = gate.admit("/v1/rank", "/v1/rank", headers, "127.0.0.1")
+                decision = authorizer.authorize("/v1/rank", "/v1/rank", headers, "127.0.0.1")
             times[name].append((time.perf_counter() - start_s) / 200 * 1e6)
-            assert admission.refused is None
-    return [row("gate", name, times[name], times["0 keys"]) for name in gates]
+            assert decision.rejection is None
+    return [row("gate", name, times[name], times["0 keys"]) for name in authorizers]
 
 
 def row(what: str, way: str, times: list[float], of: list[float]) -> dict[str, Any]:
@@ -136,7 +142,7 @@ def main() -> None:
     encoder = HSTUConfig(dim=8, num_layers=1, num_heads=1, head_dim=8, max_length=16)
     service = Service({"retrieval": random_retrieval(encoder, num_items=50)}, ServiceConfig())
     with tempfile.TemporaryDirectory() as name:
-        rows = asyncio.run(over_sockets(service, Path(name))) + at_the_gate(Path(name))
+        rows = asyncio.run(over_sockets(service, Path(name))) + measure_authorizer(Path(name))
     service.close()
     for one in rows:
         print(one)

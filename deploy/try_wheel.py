@@ -1,9 +1,9 @@
-"""Installs a wheel of nestrec into an empty environment and goes the whole way: demo, export, serve, one request.
+"""Tests a wheel of nestrec end to end in an empty environment: demo, export, serve, one request.
 
     python deploy/try_wheel.py --wheel dist/nestrec-*.whl --folder /tmp/try --json docs/results/wheel.json
 
-Then each extra is installed beside it, and what it brings is imported. Versions are those of requirements.txt, so that
-nothing newer is taken than what the tests pass with. Runs with the standard library alone, outside of any checkout.
+Then each extra is installed, and its modules are imported. Versions are constrained by requirements.txt, so that the
+packages are those that the tests pass with. The script needs only the standard library and no checkout.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 CONSTRAINTS = Path(__file__).resolve().parents[1] / "requirements.txt"
-BROUGHT = {
+MODULES_OF_EXTRA = {
     "serve": "uvicorn, httptools, orjson, prometheus_client",
     "redis": "redis",
     "client": "httpx, nestrec.client",
@@ -30,14 +30,14 @@ BROUGHT = {
     "docs": "mkdocs, mkdocstrings",
     "dev": "pytest, hypothesis, httpx, promql_parser, kubernetes_validate",
 }
-"""what an extra is for, as modules; ray wants an environment of its own"""
+"""Modules that each extra makes importable. The extra `ray` needs a separate environment."""
 SMALL = ["--training.max_steps", "40", "--training.epochs", "1"]
-"""options of the demo, for a try of minutes"""
+"""Options that shorten the demo to a few minutes."""
 HISTORY = {"items": ["12", "7", "30"], "times_ms": [1642271351894, 1642271387634, 1642271468830]}
 
 
-def ran(command: list[str], folder: Path) -> float:
-    """Seconds; ends the try where the command fails."""
+def run_timed(command: list[str], folder: Path) -> float:
+    """Run a command and return its duration in seconds; exit if it fails."""
     start_s = time.monotonic()
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     done = subprocess.run(
@@ -50,7 +50,7 @@ def ran(command: list[str], folder: Path) -> float:
 
 @contextlib.contextmanager
 def serving(nestrec: str, model: Path, folder: Path) -> Iterator[str]:
-    """The address of a server."""
+    """Start a server and yield its URL."""
     command = [nestrec, "serve", "--model", str(model), "--port", "0"]
     process = subprocess.Popen(command, cwd=folder, stderr=subprocess.PIPE, text=True)
     try:
@@ -65,18 +65,18 @@ def serving(nestrec: str, model: Path, folder: Path) -> Iterator[str]:
         process.wait(60)
 
 
-def asked(url: str, body: dict[str, Any]) -> dict[str, Any]:
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     data = json.dumps(body).encode()
     headers = {"content-type": "application/json"}
     with urllib.request.urlopen(urllib.request.Request(url, data, headers), timeout=30) as response:
         return dict(json.load(response))
 
 
-def tried(wheel: Path, folder: Path) -> list[dict[str, Any]]:
-    """A row for each step."""
+def try_wheel(wheel: Path, folder: Path) -> list[dict[str, Any]]:
+    """Run all steps and return one row per step."""
     folder.mkdir(parents=True, exist_ok=True)
     environment = folder / "environment"
-    ran([sys.executable, "-m", "venv", "--clear", str(environment)], folder)
+    run_timed([sys.executable, "-m", "venv", "--clear", str(environment)], folder)
     python, nestrec = str(environment / "bin" / "python"), str(environment / "bin" / "nestrec")
     install = [
         python,
@@ -88,24 +88,24 @@ def tried(wheel: Path, folder: Path) -> list[dict[str, Any]]:
         "--constraint",
         str(CONSTRAINTS),
     ]
-    rows = [{"step": "install", "extra": "", "seconds": ran([*install, str(wheel)], folder)}]
+    rows = [{"step": "install", "extra": "", "seconds": run_timed([*install, str(wheel)], folder)}]
     where = f"import nestrec; assert nestrec.__file__.startswith({str(environment)!r}), nestrec.__file__"
-    rows.append({"step": "import", "extra": "", "seconds": ran([python, "-c", where], folder)})
-    rows.append({"step": "install", "extra": "serve", "seconds": ran([*install, f"{wheel}[serve]"], folder)})
+    rows.append({"step": "import", "extra": "", "seconds": run_timed([python, "-c", where], folder)})
+    rows.append({"step": "install", "extra": "serve", "seconds": run_timed([*install, f"{wheel}[serve]"], folder)})
     rows.append(
-        {"step": "demo", "extra": "serve", "seconds": ran([nestrec, "demo", "--output", "run", *SMALL], folder)}
+        {"step": "demo", "extra": "serve", "seconds": run_timed([nestrec, "demo", "--output", "run", *SMALL], folder)}
     )
-    rows.append({"step": "export", "extra": "serve", "seconds": ran([nestrec, "export", "run", "model"], folder)})
+    rows.append({"step": "export", "extra": "serve", "seconds": run_timed([nestrec, "export", "run", "model"], folder)})
     start_s = time.monotonic()
     with serving(nestrec, folder / "model", folder) as url:
-        items = asked(f"{url}/v1/recommend", {"user": "ann", "history": HISTORY, "k": 5})["items"]
+        items = post(f"{url}/v1/recommend", {"user": "ann", "history": HISTORY, "k": 5})["items"]
         assert len(items) == 5, items
     rows.append({"step": "serve and one request", "extra": "serve", "seconds": round(time.monotonic() - start_s, 1)})
-    for extra, modules in BROUGHT.items():
-        seconds = ran([*install, f"{wheel}[{extra}]"], folder)
-        ran([python, "-c", f"import {modules}"], folder)
+    for extra, modules in MODULES_OF_EXTRA.items():
+        seconds = run_timed([*install, f"{wheel}[{extra}]"], folder)
+        run_timed([python, "-c", f"import {modules}"], folder)
         rows.append({"step": "install and import", "extra": extra, "seconds": seconds})
-    ran([python, "-m", "pip", "check"], folder)
+    run_timed([python, "-m", "pip", "check"], folder)
     return rows
 
 
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--json", type=Path)
     chosen = parser.parse_args()
-    rows = tried(chosen.wheel.resolve(), chosen.folder.resolve())
+    rows = try_wheel(chosen.wheel.resolve(), chosen.folder.resolve())
     for row in rows:
         print(f"{row['step']:24}{row['extra']:8}{row['seconds']:8.1f} s")
     if chosen.json is not None:

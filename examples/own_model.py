@@ -1,4 +1,4 @@
-"""A model of your own on two sharded tables: trained twice on the same batches, `nested` equal to `serial` to the bit.
+"""Trains a custom model on two sharded tables, twice on the same batches: `nested` is bitwise identical to `serial`.
 
 torchrun --standalone --nproc_per_node 2 examples/own_model.py
 """
@@ -14,7 +14,7 @@ STEPS, SAMPLES, ITEMS, DIM = 20, 32, 5000, 16
 
 
 class NextItem(nn.Module):
-    """A GRU over the history, started by the user's vector; the next item against a random one."""
+    """GRU over the history, initialized with the user's vector; scores the next item against a random one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class NextItem(nn.Module):
 
 
 def batches(rank: int) -> Iterator[dict]:
-    """Users walk along the items; the label says which of two candidates is the next one."""
+    """Yield batches of users who walk along the items; the label is the index of the next item among two candidates."""
     for step in range(STEPS):
         draw = torch.Generator().manual_seed(1000 * rank + step)
         user = torch.randint(100, (SAMPLES,), generator=draw)
@@ -46,7 +46,7 @@ def train(schedule: str) -> tuple[list[float], str]:
     model = NextItem()
     adam = torch.optim.Adam(model.parameters(), lr=0.02)
     items = nestrec.Table("items", rows=ITEMS, dim=DIM, optimizer="adam", features=("history", "candidates"))
-    users = nestrec.Table("users", rows=None, dim=DIM, features=("user",))  # rows appear when keys are first used
+    users = nestrec.Table("users", rows=None, dim=DIM, features=("user",))  # adds a row when a key is first used
     pipeline = nestrec.TrainingPipeline(
         model, [items, users], dense_optimizer=adam, schedule=schedule, micro_batches=4, table_learning_rate=0.05
     )
@@ -56,5 +56,5 @@ def train(schedule: str) -> tuple[list[float], str]:
 
 if __name__ == "__main__":
     (serial, expected), (nested, digest) = train("serial"), train("nested")
-    assert (nested, digest) == (serial, expected), "nested is serial rearranged in time"
-    print(f"loss {serial[0]:.4f} -> {serial[-1]:.4f}; tables and weights equal to the bit: {digest[:16]}")
+    assert (nested, digest) == (serial, expected), "the schedules must give bitwise identical results"
+    print(f"loss {serial[0]:.4f} -> {serial[-1]:.4f}; tables and weights are bitwise identical: {digest[:16]}")

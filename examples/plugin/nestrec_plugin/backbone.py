@@ -1,4 +1,4 @@
-"""A backbone: causal linear attention, gated, on normalised inputs.
+"""Backbone: gated causal linear attention on layer-normalized inputs.
 
     q, k, v, g = split(LN(x) W),   phi = 1 + elu
     x <- x + W_o (g * sum_{j <= i} (phi(q_i) . phi(k_j)) v_j / max_length)
@@ -17,23 +17,23 @@ from nestrec import BackboneSpec, CachedForward, ForwardFlops, SequenceInfo, con
 from nestrec.base.config_values import Count, Natural
 from nestrec.models.sequence import KeysAndValues, NewTokenSegment, PrefixReader
 from nestrec.ops.embedding.row_gather import gather_rows
-from nestrec.ops.padding import from_blocks, padded_places, to_blocks
+from nestrec.ops.padding import from_blocks, padded_indices, to_blocks
 
 
 @config
 class LinearConfig:
     kind: Literal["linear"] = "linear"
-    """the backbone"""
+    """Name of the backbone."""
     dim: Count = 32
-    """width of the model and of the item vectors"""
+    """Width of the model and of the item vectors."""
     num_layers: Natural = 1
-    """layers"""
+    """Number of layers."""
     num_heads: Count = 2
-    """attention heads"""
+    """Number of attention heads per layer."""
     head_dim: Count = 16
-    """query, key and value width of a head"""
+    """Width of the queries, keys and values of a head."""
     max_length: Count = 64
-    """longest sequence the model sees; sums are divided by it"""
+    """Maximum sequence length in tokens; attention sums are divided by it."""
 
 
 class LinearLayer(nn.Module):
@@ -55,10 +55,10 @@ class LinearLayer(nn.Module):
 
     def forward(self, x_TD: torch.Tensor, info: SequenceInfo) -> torch.Tensor:
         q, k, v, gate = self.projected(x_TD)
-        place_T = padded_places(info.offsets, len(x_TD), info.max_length)
-        q, k, v = (to_blocks(part, place_T, info.offsets.numel() - 1, info.max_length) for part in (q, k, v))
+        index_T = padded_indices(info.offsets, len(x_TD), info.max_length)
+        q, k, v = (to_blocks(part, index_T, info.offsets.numel() - 1, info.max_length) for part in (q, k, v))
         weights_BHNN = (q @ k.transpose(2, 3)).tril()
-        return self.added(x_TD, gate, from_blocks(weights_BHNN @ v, place_T))
+        return self.added(x_TD, gate, from_blocks(weights_BHNN @ v, index_T))
 
 
 class Linear(nn.Module):
@@ -80,9 +80,13 @@ class Linear(nn.Module):
 def cached_forward(
     model: Linear, x_TD: torch.Tensor, segments: Sequence[NewTokenSegment], prefix: PrefixReader
 ) -> tuple[torch.Tensor, list[KeysAndValues]]:
-    """New tokens against the kept keys and values of their prefixes: states, and what to keep of the new tokens."""
+    """Compute new tokens against the cached keys and values of their prefixes.
+
+    Returns:
+        The states of the new tokens, and their keys and values per layer for the KV cache.
+    """
     x_TD = x_TD + model.position[torch.cat([_positions(segment) for segment in segments]).to(x_TD.device)]
-    kept: list[KeysAndValues] = []
+    keys_and_values: list[KeysAndValues] = []
     for number, layer in enumerate(model.layers):
         assert isinstance(layer, LinearLayer)
         q, k, v, gate = layer.projected(x_TD)
@@ -92,9 +96,9 @@ def cached_forward(
             rows = slice(first, first + segment.num_tokens)
             sums[rows] = _sums(q[rows], k[rows], v[rows], prefix(number, b), segment.num_history)
             first = rows.stop
-        kept.append((k, v))
+        keys_and_values.append((k, v))
         x_TD = layer.added(x_TD, gate, sums)
-    return x_TD, kept
+    return x_TD, keys_and_values
 
 
 def _positions(segment: NewTokenSegment) -> torch.Tensor:
@@ -103,14 +107,14 @@ def _positions(segment: NewTokenSegment) -> torch.Tensor:
 
 
 def _sums(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, prefix: KeysAndValues, num_history: int) -> torch.Tensor:
-    """History sees the prefix and what came before it, a candidate all of that and itself."""
+    """Sum with causal attention: history tokens attend to earlier tokens, a candidate to the history and itself."""
     q, k, v = (part.transpose(0, 1) for part in (q, k, v))
     keys, values = (torch.cat([old, new], dim=1) for old, new in zip(prefix, (k, v), strict=True))
     weights = q @ keys.transpose(1, 2)
     num_prefix = prefix[0].shape[1]
     num_new = q.shape[1]
-    place = torch.arange(num_new, device=q.device)
-    sees = (place[:, None] >= place) & ((place < num_history) | (place[:, None] == place))
+    index = torch.arange(num_new, device=q.device)
+    sees = (index[:, None] >= index) & ((index < num_history) | (index[:, None] == index))
     weights = weights * torch.cat([sees.new_ones(num_new, num_prefix), sees], dim=1)
     return (weights @ values).transpose(0, 1)
 
@@ -125,5 +129,5 @@ LINEAR = BackboneSpec(
     build=Linear,
     flops=_flops,
     activations=lambda cfg: cfg.num_layers * (3.0 * cfg.dim + 10.0 * cfg.num_heads * cfg.head_dim),
-    cached=CachedForward(kept=lambda cfg: cfg, forward=cached_forward),
+    cached=CachedForward(cache_spec=lambda cfg: cfg, forward=cached_forward),
 )

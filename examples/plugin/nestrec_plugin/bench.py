@@ -1,4 +1,4 @@
-"""`nestrec bench lion`: rows a second that Lion changes by its formula, beside plain SGD in the same run."""
+"""Benchmark `nestrec bench lion`: rows per second of Lion's formula, compared with plain SGD in the same run."""
 
 import time
 from collections.abc import Iterator
@@ -13,19 +13,19 @@ from nestrec_bench.bench import Bench
 
 
 @config
-class LionBench:
-    """What is measured."""
+class LionBenchConfig:
+    """Options of the benchmark."""
 
     rows: Count = 100_000
-    """rows of a step"""
+    """Number of rows per step."""
     dim: Count = 64
-    """of a row"""
+    """Embedding dimension."""
     rounds: Count = 5
-    """steps of each, by turns; the quickest counts"""
+    """Number of alternating steps per optimizer; the fastest one is reported."""
 
 
-def measure(bench: LionBench) -> Iterator[dict[str, Any]]:
-    """A row for each row optimiser."""
+def measure(bench: LionBenchConfig) -> Iterator[dict[str, Any]]:
+    """Measure and yield one result row per row optimizer."""
     grad = torch.randn(bench.rows, bench.dim, generator=torch.Generator().manual_seed(0))
     seconds: dict[str, list[float]] = {"sgd": [], "lion": []}
     for number in range(1, bench.rounds + 1):
@@ -40,4 +40,4 @@ def measure(bench: LionBench) -> Iterator[dict[str, Any]]:
         yield {"op": name, "rows_per_s": round(bench.rows / min(times)), "times_sgd": round(slower, 2)}
 
 
-BENCH = Bench(config=LionBench, measure=measure)
+BENCH = Bench(config=LionBenchConfig, measure=measure)

@@ -1,4 +1,4 @@
-"""An endpoint: POST /v1/similar, the items whose vectors are nearest to that of an item."""
+"""Endpoint POST /v1/similar: the items whose vectors are nearest to that of an item."""
 
 from dataclasses import dataclass
 from typing import Annotated, TypedDict
@@ -12,28 +12,28 @@ from nestrec.serving.inputs.request_schema import AtLeast, AtMost, ItemId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimilarRequest:
-    """Which items are like this one?"""
+    """Request for similar items."""
 
     item: ItemId
-    """source id"""
+    """Id of the item."""
     k: Annotated[int, AtLeast(1), AtMost("max_k")] = 10
-    """how many"""
+    """Maximum number of items in the response."""
 
 
-class SimilarAnswer(TypedDict):
-    """The nearest first."""
+class SimilarResponse(TypedDict):
+    """Similar items, nearest first."""
 
     items: list[str]
-    """source ids"""
+    """Ids of the items."""
     scores: list[float]
-    """products of their vectors with that of the item"""
+    """Dot products of their vectors with the vector of the requested item."""
 
 
-async def similar(front: HandlerContext, request: SimilarRequest) -> SimilarAnswer:
-    servable = front.service.fleet("retrieval").servable
+async def similar(front: HandlerContext, request: SimilarRequest) -> SimilarResponse:
+    servable = front.service.deployment("retrieval").servable
     [item] = servable.ids_of([request.item])
     if item == 0 or servable.index is None:
-        raise BadRequestError("the model does not know it", "item")
+        raise BadRequestError("item: the model does not know this item", "item")
     own_D = servable.index.rows(torch.tensor([item - 1]))[0]
     scores_N = torch.cat([part_ND @ own_D for _, part_ND in servable.index.parts()])
     scores_N[item - 1] = -torch.inf
@@ -44,9 +44,9 @@ async def similar(front: HandlerContext, request: SimilarRequest) -> SimilarAnsw
 SIMILAR = EndpointSpec(
     method="POST",
     path="/v1/similar",
-    summary="Items like an item, the nearest first",
+    summary="Similar items, nearest first",
     handle=similar,
     request=SimilarRequest,
-    answer=SimilarAnswer,
+    response=SimilarResponse,
     example={"item": "12", "k": 5},
 )

@@ -1,4 +1,4 @@
-"""A format: a line a basket, `user: item item item`, the baskets of a user from oldest to newest."""
+"""Input format: one line per basket, `user: item item item`; the baskets of a user are ordered oldest to newest."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,22 +9,22 @@ import pyarrow as pa
 from nestrec import config
 from nestrec.data.formats.format_spec import log_format
 from nestrec.data.prepare.event_parser import EventColumns
-from nestrec.data.prepare.log_source import LogSource, over_files, plain_name, require_input
+from nestrec.data.prepare.log_source import LogSource, name_without_gz, over_files, require_input
 from nestrec.data.prepare.prepare_options import LogColumns, PrepareOptions
 from nestrec.data.prepare.raw_rows import BadRow, RawBatch, read_lines
 
 
 @config
 class BasketsOptions(PrepareOptions):
-    """How a line reads."""
+    """Options of the format."""
 
     after_user: str = ":"
-    """What stands between the user and the items."""
+    """Separator between the user and the items."""
 
 
 def _open(path: Path, options: BasketsOptions) -> LogSource:
     columns = EventColumns.of(LogColumns())
-    return LogSource(plain_name(path), "baskets", columns, over_files([require_input(path)], _reader(options)))
+    return LogSource(name_without_gz(path), "baskets", columns, over_files([require_input(path)], _reader(options)))
 
 
 def _reader(options: BasketsOptions) -> Callable[[Path], Iterator[RawBatch]]:
@@ -45,4 +45,4 @@ def _reader(options: BasketsOptions) -> Callable[[Path], Iterator[RawBatch]]:
     return read
 
 
-BASKETS = log_format("A line a basket: `user: item item item`.", BasketsOptions, _open)
+BASKETS = log_format("One line per basket: `user: item item item`.", BasketsOptions, _open)

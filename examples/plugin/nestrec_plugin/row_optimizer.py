@@ -1,4 +1,4 @@
-"""A row optimiser: Lion (arXiv 2302.06675) on rows.
+"""Row optimizer: Lion (arXiv 2302.06675) on embedding rows.
 
 w -= lr * sign(beta1 * m + (1 - beta1) * g);   m <- beta2 * m + (1 - beta2) * g
 """

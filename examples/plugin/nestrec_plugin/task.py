@@ -1,4 +1,4 @@
-"""A task: the next item against sampled ones, pair by pair (BPR). Samples, tables and metrics are those of retrieval.
+"""Task: next-item retrieval with the pairwise BPR loss. Samples, tables and metrics are those of the retrieval task.
 
     loss of a token = mean over negatives of log(1 + exp(margin + score(negative) - score(positive)))
 
@@ -22,9 +22,9 @@ from nestrec.tasks.task import sequence_info
 @config
 class PairwiseTaskConfig(RetrievalTaskConfig):
     kind: Literal["pairwise"] = "pairwise"  # type: ignore[assignment]
-    """next-item retrieval, learned from pairs"""
+    """Name of the task: next-item retrieval with a pairwise loss."""
     margin: NonNegative = 0.0
-    """by which a positive should lead"""
+    """Margin by which the score of a positive should exceed that of a negative."""
 
 
 class PairwiseTask(RetrievalTask):
@@ -32,7 +32,7 @@ class PairwiseTask(RetrievalTask):
 
     def loss(self, batch: MicroBatch, rows: Mapping[str, TableRows], index: Mapping[str, torch.Tensor]) -> torch.Tensor:
         query_TD = self.model(gather_rows(rows["items"], index["history"]), sequence_info(batch))
-        item_UD = self.model.compared_rows(rows["items"])
+        item_UD = self.model.loss_rows(rows["items"])
         positive_T = (query_TD * gather_rows(item_UD, index["positive"])).sum(1)
         negative_TR = torch.einsum("td,trd->tr", query_TD, gather_rows(item_UD, index["negative"]))
         return softplus(self.cfg.margin + negative_TR - positive_T[:, None]).mean(1).sum()
@@ -41,6 +41,6 @@ class PairwiseTask(RetrievalTask):
 PAIRWISE = TaskSpec(
     config=PairwiseTaskConfig,
     make=PairwiseTask,
-    store_field="item_store",
-    serving="retrieval",  # a RetrievalModel and a history: served as ours are
+    store_field="table_store",
+    serving="retrieval",  # a RetrievalModel that reads a history is served like the built-in ones
 )
