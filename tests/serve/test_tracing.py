@@ -101,6 +101,6 @@ def test_tracing_rejected_request_has_span(service, spans):
 
 def test_tracing_without_opentelemetry_names_package(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "opentelemetry.sdk.trace", None)
-    with pytest.raises(UserError, match=r"required for tracing(.|\n)*nestrec\[otel\]"):
+    with pytest.raises(UserError, match=r"required for tracing(.|\n)*\[otel\]"):
         tracing.start(tracing.TracingConfig(otlp_endpoint="http://127.0.0.1:4318/v1/traces"))
     assert not tracing.is_on()
