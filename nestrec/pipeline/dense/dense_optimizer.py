@@ -445,7 +445,7 @@ class DenseOptimizer:
             self._optimizer.load_settings(settings)
 
     def load(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Restore the result of `tensors`.
+        """Restore the optimizer state that `tensors` returned.
 
         Raises:
             UserError: The tensors are those of another model.
