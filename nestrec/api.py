@@ -42,7 +42,7 @@ from nestrec.serving.versions.version_manifest import VersionManifest
 from nestrec.serving.versions.version_store import VersionStep
 from nestrec.tasks.task import Evaluation
 from nestrec.training.callbacks import TrainingCallback
-from nestrec.training.recipes import auto_recipe
+from nestrec.training.recipes import RECIPES, auto_recipe
 from nestrec.training.recipes import recipe as named_recipe
 from nestrec.training.run_config import RunConfig
 from nestrec.training.run_folder import RunFolder
@@ -87,17 +87,16 @@ def _auto_config(texts: dict[str, str]) -> RunConfig:
     if kind is not None and kind not in get_args(auto_recipe.TaskKind):
         remedy = did_you_mean(kind, get_args(auto_recipe.TaskKind))
         raise UserError("the recipe auto does not support this task", option="task.kind", value=kind, remedy=remedy)
-    has_own_split = any(
-        name.startswith(("task.split.", "task.split.valid_fraction", "task.split.test_fraction")) for name in options
-    )
+    has_own_split = any(name.startswith("task.split.") for name in options)
     dataset = Dataset.open(texts["data.folder"])
     base = auto_recipe.auto(dataset, kind, has_own_split=has_own_split)  # type: ignore[arg-type]
     return _overridden(base, options)
 
 
 def _named_config(name: str) -> RunConfig:
+    is_run = name not in RECIPES and Path(name, "config.json").exists()  # a run folder may be named like a recipe
     remedy = f"to resume the run: nestrec train {name}/config.json --output {name}"
-    require(not Path(name, "config.json").exists(), "is a run folder", option="RECIPE", value=name, remedy=remedy)
+    require(not is_run, "is a run folder", option="RECIPE", value=name, remedy=remedy)
     return _saved_config(Path(name)) if name.endswith(".json") else named_recipe(name)
 
 

@@ -303,3 +303,13 @@ def test_prepare_rejects_data_frames(tmp_path: Path) -> None:
         nestrec.prepare("log", _Frame(), tmp_path / "data")  # type: ignore[arg-type]
     with pytest.raises(nestrec.UserError, match=r"class .*_Frame: no such format\. Known names: .*log"):
         nestrec.prepare(_Frame(), "log", tmp_path / "data")  # type: ignore[arg-type]
+
+
+def test_train_recipe_name_wins_over_folder_of_same_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("demo", "mine"):
+        Path(name).mkdir()
+        Path(name, "config.json").write_text("{}")
+    assert resolve_config("demo").name == "demo"
+    with pytest.raises(nestrec.UserError, match="RECIPE=mine: is a run folder"):
+        resolve_config("mine")
