@@ -113,8 +113,8 @@ def train_run(cfg: RunConfig, folder: Path, warm_start: Path | None = None) -> N
     trained_s = time.perf_counter() - start_s
     last_step = trainer.state.step
     if topology.is_first:
-        _warn_if_still_improving(folder, cfg, trainer.state)
-        _warn_if_below_baseline(folder, cfg, trainer.state)
+        is_improving = _warn_if_still_improving(folder, cfg, trainer.state)
+        _warn_if_below_baseline(folder, cfg, trainer.state, suggests_longer=not is_improving)
     with contextlib.closing(trainer):
         evaluation = trainer.evaluate("test") if trainer.ends_with_test else None
     if not topology.is_first:
@@ -138,14 +138,26 @@ def _next_commands(cfg: RunConfig, folder: Path) -> str:
     return "; ".join(map(shlex.join, commands))
 
 
-def _warn_if_still_improving(folder: Path, cfg: RunConfig, state: TrainState) -> None:
-    """Print a warning if the last of several validations was the best one and a limit of the run ended training."""
+def _warn_if_still_improving(folder: Path, cfg: RunConfig, state: TrainState) -> bool:
+    """Print a warning if the last of several validations was the best one and a limit of the run ended training.
+
+    Returns:
+        Whether the warning was printed.
+    """
     reached = state.reached_limits(cfg.training)
     limit = next((name for name in ("max_steps", "epochs") if name in reached), None)
     if limit is None or not _is_last_validation_best(state) or len(load_run(folder).part("valid")) < 2:
-        return
-    value = getattr(cfg.training, limit)
-    print(f"the metric was still improving when training ended at {limit}={value}: train longer", file=sys.stderr)
+        return False
+    ending = f"training ended at {limit}={getattr(cfg.training, limit)}"
+    print(f"the metric was still improving when {ending}: train longer, {_longer_command(cfg)}", file=sys.stderr)
+    return True
+
+
+def _longer_command(cfg: RunConfig) -> str:
+    longer = f"the same command with --training.epochs {2 * cfg.training.epochs}"
+    if cfg.training.max_steps is not None:
+        longer += f" --training.max_steps {2 * cfg.training.max_steps}"
+    return longer
 
 
 def _is_last_validation_best(state: TrainState) -> bool:
@@ -153,25 +165,21 @@ def _is_last_validation_best(state: TrainState) -> bool:
     return has_score and state.evaluations_since_best == 0
 
 
-def _warn_if_below_baseline(folder: Path, cfg: RunConfig, state: TrainState) -> None:
+def _warn_if_below_baseline(folder: Path, cfg: RunConfig, state: TrainState, *, suggests_longer: bool) -> None:
     """Print a warning and suggestions if the best validation result of a run does not exceed all baselines."""
     best = best_evaluation(load_run(folder))
     if best is None or (verdict := verdict_on(best["metrics"], best["headline"])) is None or verdict.outcome == "wins":
         return
     print(f"on validation: {verdict.sentence}", file=sys.stderr)
     if verdict.outcome == "loses":
-        for line in _suggestions(folder, cfg, state):
+        for line in _suggestions(folder, cfg, suggests_longer=suggests_longer and _is_last_validation_best(state)):
             print(line, file=sys.stderr)
 
 
-def _suggestions(folder: Path, cfg: RunConfig, state: TrainState) -> Iterator[str]:
+def _suggestions(folder: Path, cfg: RunConfig, *, suggests_longer: bool) -> Iterator[str]:
     """Yield suggestions for a run that is worse than a baseline."""
-    if _is_last_validation_best(state):
-        epochs = cfg.training.epochs
-        longer = f"--training.epochs {2 * epochs}"
-        if cfg.training.max_steps is not None:
-            longer += f" --training.max_steps {2 * cfg.training.max_steps}"
-        yield f"try: train longer, because the last validation was the best one: the same command with {longer}"
+    if suggests_longer:
+        yield f"try: train longer, because the last validation was the best one: {_longer_command(cfg)}"
     run = shlex.quote(str(folder))
     data = shlex.quote(cfg.data.folder)
     search = f"nestrec tune {run}/config.json --output {run}-tune --num-trials 20"

@@ -205,7 +205,7 @@ def test_training_advice_names_extra_only_if_missing(
     is_installed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if is_installed else None)
-    advice = " ".join(training_output._suggestions(tmp_path, RECIPES["demo"](), TrainState()))
+    advice = " ".join(training_output._suggestions(tmp_path, RECIPES["demo"](), suggests_longer=False))
     assert f"nestrec tune {tmp_path}/config.json" in advice
     assert ("(in a clone of the repository: pip install '.[tune]')" in advice) == (not is_installed)
 
@@ -234,6 +234,7 @@ def test_training_advice_if_metric_still_improves(tiny_data, tmp_path, limits, v
     else:
         advice = f"the metric was still improving when training ended at {ending}: train longer"
         assert printed.index(advice) < printed.index("on validation:")
+        assert printed.count("train longer") == 1
 
 
 def test_num_threads_applies_only_during_the_run(tiny_data, tmp_path):
