@@ -220,7 +220,7 @@ def run_external(name: str, arguments: list[str]) -> None:
         raise typer.Exit(code)
 
 
-PRINTED_ONCE_FOLDER = "NESTREC_SAID"
+PRINTED_ONCE_FOLDER = "NESTREC_PRINTED_ONCE"
 """Environment variable with a folder that all ranks of a launch share; it has an empty file per printed message."""
 
 

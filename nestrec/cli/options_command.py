@@ -46,9 +46,8 @@ def find_config(words: list[str], commands: Collection[str] = ()) -> tuple[Any, 
     command, *rest = words
     if command in ("train", "plan", "tune"):
         from nestrec.training.recipes import recipe
-        from nestrec.training.recipes.auto_recipe import NAME as AUTO
 
-        if rest[:1] == [AUTO]:
+        if _is_auto_recipe(words):
             raise _auto_recipe_error(command, rest[1:])
         return recipe(rest[0] if rest else "demo"), " ".join(rest[1:])
     if command in ("prepare", "append"):
@@ -80,7 +79,7 @@ def undotted_options(command: Any, words: Sequence[str]) -> set[str]:
     module = _CONFIG_MODULES.get(words[0]) or CONFIGS.get(words[0], "").partition(":")[0]
     if module in sys.modules:
         with contextlib.suppress(UserError):
-            config, _ = find_config([*words[:2]])
+            config, _ = find_config(list(words[:2]))
             options |= {field.name for field in describe_fields(config) if "." not in field.name}
     return options
 

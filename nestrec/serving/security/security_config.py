@@ -65,7 +65,7 @@ def check_exposure(host: str, cfg: SecurityConfig, *, is_insecure: bool, health_
 
 
 GATEWAY_SECRET_HEADER = b"x-nestrec-gateway-secret"
-GATEWAY_SECRET_VARIABLE = "NESTREC_FRONT_SECRET"
+GATEWAY_SECRET_VARIABLE = "NESTREC_GATEWAY_SECRET"
 
 
 _LOCK = threading.Lock()
