@@ -57,7 +57,7 @@ def describe_fields(value: Any, where: str = "") -> Iterator[FieldDoc]:
             for entry, options in entries.items():
                 yield from describe_fields(options, f"{name}.{entry}")
         else:
-            yield FieldDoc(name, inner, docs.get(field.name, ""), _allowed(hints[field.name]))
+            yield FieldDoc(name, inner, docs.get(field.name, ""), _describe_allowed(hints[field.name]))
 
 
 def _class_of_entries(hint: Any) -> Any:
@@ -87,7 +87,7 @@ def _own_docs(cls: type) -> dict[str, str]:
     return docs
 
 
-def _allowed(hint: Any) -> str:
+def _describe_allowed(hint: Any) -> str:
     """Describe the values that a type hint allows."""
     for limit in getattr(hint, "__metadata__", ()):
         if isinstance(limit, NumberRange | OneOf):
@@ -95,13 +95,13 @@ def _allowed(hint: Any) -> str:
     origin = typing.get_origin(hint)
     arguments = typing.get_args(hint)
     if origin is typing.Annotated:
-        return _allowed(arguments[0])
+        return _describe_allowed(arguments[0])
     if origin is typing.Literal:
         return " | ".join(str(choice) for choice in arguments)
     if origin is tuple:
-        return ",".join("..." if argument is Ellipsis else _allowed(argument) for argument in arguments)
+        return ",".join("..." if argument is Ellipsis else _describe_allowed(argument) for argument in arguments)
     if origin in (typing.Union, types.UnionType):
-        members = [_allowed(argument) for argument in arguments if argument is not type(None)]
+        members = [_describe_allowed(argument) for argument in arguments if argument is not type(None)]
         choices = [choice for member in members for choice in member.split(" | ")]
         if type(None) in arguments:  # typed as null if `none` is one of the choices
             choices.append("null" if "none" in choices else "none")
@@ -198,13 +198,13 @@ class _OverrideApplier:
                     raise self._no_such_option(join(where, name), inner, names)
                 replaced[name] = self._apply_to_value(getattr(node, name), hints[name], inner, join(where, name))
         mistakes.raise_if_any()
-        return build_config(lambda: _replaced(node, replaced), where)
+        return build_config(lambda: _replace_fields(node, replaced), where)
 
     def _apply_to_value(self, current: Any, hint: Any, overrides: _Overrides, path: str) -> Any:
         """Return the value with overrides: first the one of the value itself (the empty path), then those inside it."""
         inner = dict(overrides)
         if (text := inner.pop((), None)) is not None:
-            current = self._converted(current, hint, text, path)
+            current = self._convert_text(current, hint, text, path)
         if current is None and inner:
             current = _default_config(hint)
         if not inner or dataclasses.is_dataclass(current):
@@ -215,7 +215,7 @@ class _OverrideApplier:
             raise UserError("no such option", option=".".join((path, *parts)), value=text, remedy=remedy)
         return {**current, **self._apply_to_entries(current, hint, inner, path)}
 
-    def _converted(self, current: Any, hint: Any, text: str, path: str) -> Any:
+    def _convert_text(self, current: Any, hint: Any, text: str, path: str) -> Any:
         """Convert the text; the error for a single value of a group of options lists the options of the group."""
         value = parse(text)
         try:
@@ -337,7 +337,7 @@ def _nearest(word: str, names: Sequence[str]) -> list[str]:
     return [name for last in close for name in _ending_with(last, names)]
 
 
-def _replaced(node: Any, fields: Mapping[str, Any]) -> Any:
+def _replace_fields(node: Any, fields: Mapping[str, Any]) -> Any:
     """Return a copy with these fields; a method `replaced` of the config adjusts other fields that depend on them."""
     return node.replaced(**fields) if hasattr(node, "replaced") else dataclasses.replace(node, **fields)
 

@@ -173,7 +173,7 @@ class EmbeddingEngine:
     def deduplicate(self, *micro_batches: FeatureKeys, window_cache: bool = False) -> DeduplicatedKeys:
         """Deduplicate the keys of this rank's batch. Local."""
         self._check_features(micro_batches)
-        hashed = tuple(map(self._hashed, micro_batches))
+        hashed = tuple(map(self._hash_keys, micro_batches))
         return deduplicate(hashed, self._specs, self._num_shards, self.device, window_cache=window_cache)
 
     def exchange_keys(self, source: DeduplicatedKeys, *, step: int = 0) -> RequestedKeys:
@@ -494,7 +494,7 @@ class EmbeddingEngine:
         """
         none = np.empty(0, np.int64)
         complete = {f: keys.get(f, none) for f in self._specs.features_F}
-        routed = route([self._hashed(complete)], self._specs, self.shapes, self.topology, self.device)
+        routed = route([self._hash_keys(complete)], self._specs, self.shapes, self.topology, self.device)
         routed_batch = routed.micro_batches[0]
         working = self._read(routed, 0)
         fetched_rows = vectors_of(self._receive(routed, 0, working), self.shapes, list(self.tables))
@@ -627,7 +627,7 @@ class EmbeddingEngine:
         for shard in self.shards.values():
             shard.store.close()
 
-    def _hashed(self, keys: FeatureKeys) -> FeatureKeys:
+    def _hash_keys(self, keys: FeatureKeys) -> FeatureKeys:
         """Replace the keys of hashed tables by row numbers."""
         if not self._hashed_features:
             return keys

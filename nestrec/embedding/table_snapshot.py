@@ -58,7 +58,7 @@ class SnapshotKeys:
             sort_keys = np.empty(int(counts[low:high].sum()), np.uint64)
             until = min(end, first + int(high) * step)
             num = _find(self.state, keys, np.uint64(first + int(low) * step), np.uint64(until), sort_keys)
-            yield self._ordered(sort_keys[:num])
+            yield self._sort_slots(sort_keys[:num])
 
     def in_order(self, slots: Keys) -> NDArray[np.int64]:
         """Return the indices that sort `slots` by hash, then by key."""
@@ -69,7 +69,7 @@ class SnapshotKeys:
         """Return the keys of these slots."""
         return slots if self.key_of_slot is None else self.key_of_slot[slots]
 
-    def _ordered(self, sort_keys: NDArray[np.uint64]) -> Keys:
+    def _sort_slots(self, sort_keys: NDArray[np.uint64]) -> Keys:
         """Sort (hash, slot) pairs packed into one integer each, many times faster than pairs; return the slots."""
         sort_keys.sort()
         if self.key_of_slot is not None:

@@ -201,7 +201,7 @@ class RetrievalModel(nn.Module):
             prefix_BPD: Vectors of the prefix tokens of each history.
         """
         state_TD = encode_with_prefix(self.encoder, history_TD, info, prefix_BPD)
-        return self._scaled(state_TD, 1.0 / self.similarity.temperature)
+        return self._scale(state_TD, 1.0 / self.similarity.temperature)
 
     def item_rows(self, row_UD: TableRows) -> TableRows:
         """Return rows of the item table, projected to the width of the model, as inputs for histories."""
@@ -212,13 +212,13 @@ class RetrievalModel(nn.Module):
 
     def item_vectors(self, row_UD: torch.Tensor) -> torch.Tensor:
         """Return item vectors for the similarity: `row_UD`, scaled to length one if `similarity.normalize` is set."""
-        return self._scaled(row_UD, 1.0)
+        return self._scale(row_UD, 1.0)
 
     def loss_rows(self, row_UD: TableRows) -> TableRows:
         """Same as `item_vectors`, but for losses, which read 16-bit rows as they are stored."""
         return unit_rows(row_UD, 1.0, UNIT_EPS) if self.similarity.normalize else row_UD
 
-    def _scaled(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+    def _scale(self, x: torch.Tensor, factor: float) -> torch.Tensor:
         if self.similarity.normalize:
             return unit_rows(x, factor, UNIT_EPS)
         return x if factor == 1.0 else x * factor

@@ -167,7 +167,7 @@ def _greedy(problem: _Problem) -> Assignment:
     return micro_batch
 
 
-def _refined(problem: _Problem) -> Assignment:
+def _refine(problem: _Problem) -> Assignment:
     micro_batch = _greedy(problem)
     _improve(
         problem.key,
@@ -184,7 +184,7 @@ def _refined(problem: _Problem) -> Assignment:
 
 def _edges(problem: _Problem) -> Assignment:
     if problem.num_micro_batches < 3:
-        return _refined(problem)
+        return _refine(problem)
     cost = problem.cost
     uses = np.bincount(problem.key, minlength=problem.num_keys)
     key_share = np.append(1.0 / uses[problem.key], 0.0)  # a key that f samples have counts 1 / f for each of them
@@ -194,7 +194,7 @@ def _edges(problem: _Problem) -> Assignment:
     middle = np.setdiff1d(np.arange(len(cost)), edge)
     micro_batch = np.empty(len(cost), np.int32)
     micro_batch[middle] = 1 + _split_by_cost(np.arange(len(middle)), cost[middle], problem.num_micro_batches - 2)
-    micro_batch[edge] = np.where(_refined(problem.of(edge, 2)) == 0, 0, problem.num_micro_batches - 1)
+    micro_batch[edge] = np.where(_refine(problem.of(edge, 2)) == 0, 0, problem.num_micro_batches - 1)
     return micro_batch
 
 
@@ -203,7 +203,7 @@ _CLUSTERINGS = {
     "random": _random,
     "by_length": _by_length,
     "greedy": _greedy,
-    "refined": _refined,
+    "refined": _refine,
     "edges": _edges,
 }
 

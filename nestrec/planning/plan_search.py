@@ -42,12 +42,12 @@ def search(predictor: Predictor, space: Space) -> SearchResult:
                 transport=space.transports[0],
             )
             _improve(predictor, space, start)
-    return _sorted(list(predictor.outcomes.values()))
+    return _sort_outcomes(list(predictor.outcomes.values()))
 
 
 def exhaustive(predictor: Predictor, space: Space) -> SearchResult:
     """Predict every candidate of the space; reference implementation of `search`."""
-    return _sorted([predictor.predict(candidate) for candidate in space.all_candidates()])
+    return _sort_outcomes([predictor.predict(candidate) for candidate in space.all_candidates()])
 
 
 def _improve(predictor: Predictor, space: Space, start: Candidate) -> None:
@@ -88,7 +88,7 @@ def _complexity(outcome: Prediction) -> int:
     )
 
 
-def _sorted(outcomes: Sequence[Prediction]) -> SearchResult:
+def _sort_outcomes(outcomes: Sequence[Prediction]) -> SearchResult:
     fitting = sorted((o for o in outcomes if o.fits), key=_badness)
     others = sorted((o for o in outcomes if not o.fits), key=_badness)
     return SearchResult(tuple(fitting), tuple(others))

@@ -25,8 +25,8 @@ class Axis:
     """Restricts the ticks to integers."""
 
     def position(self, value: float) -> float:
-        low, high = self._scaled(self.low), self._scaled(self.high)
-        return self.start + (self._scaled(value) - low) / (high - low) * (self.end - self.start)
+        low, high = self._scale(self.low), self._scale(self.high)
+        return self.start + (self._scale(value) - low) / (high - low) * (self.end - self.start)
 
     def ticks(self) -> list[tuple[float, str]]:
         """Return (value, label) of each tick on the axis."""
@@ -34,7 +34,7 @@ class Axis:
         values = _log_ticks(self.low, self.high) if self.is_log else _linear_ticks(self.low, self.high, smallest)
         return [(value, compact(value)) for value in values]
 
-    def _scaled(self, value: float) -> float:
+    def _scale(self, value: float) -> float:
         return math.log10(max(value, 1e-300)) if self.is_log else value
 
 

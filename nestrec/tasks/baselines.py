@@ -75,7 +75,7 @@ class LastItem:
         last = int(history[-1])
         followers = self._target[self._start[last] : self._start[last + 1]] if last + 1 < len(self._start) else []
         best = take_allowed(np.asarray(followers, dtype=np.int64), exclude, k)
-        return _filled(best, self._popularity, history, exclude, k)
+        return _fill_up(best, self._popularity, history, exclude, k)
 
 
 class ItemKNNBaseline:
@@ -95,7 +95,7 @@ class ItemKNNBaseline:
         neighbor = self._neighbor[seen].ravel()
         similarity = self._similarity[seen].ravel()
         score = np.bincount(neighbor, weights=similarity, minlength=self._num_items + 1).astype(np.float64)
-        return _filled(_best(score, exclude, k), self._popularity, history, exclude, k)
+        return _fill_up(_best(score, exclude, k), self._popularity, history, exclude, k)
 
 
 class EASEBaseline:
@@ -147,7 +147,7 @@ def _best(score: NDArray[np.floating], exclude: set[int], k: int, *, positive: b
     return candidates[np.lexsort((candidates, -score[candidates]))][:k].tolist()  # type: ignore[no-any-return]
 
 
-def _filled(best: list[int], popularity: Popularity, history: Ints, exclude: set[int], k: int) -> list[int]:
+def _fill_up(best: list[int], popularity: Popularity, history: Ints, exclude: set[int], k: int) -> list[int]:
     return best + popularity.top(history, exclude | set(best), k - len(best)) if len(best) < k else best
 
 

@@ -109,7 +109,7 @@ class CatalogRanker:
                 "items",
                 self._last_states(batch),
                 self._k,
-                exclude=self._excluded(batch),
+                exclude=self._excluded_items(batch),
                 row_transform=compared,
                 candidates=np.arange(1, self._num_items + 1),
                 needs_rows=False,
@@ -144,7 +144,7 @@ class CatalogRanker:
         exposed = np.zeros(self._num_items + 1, np.int64)
         for batch in self._all_batches():
             history = Jagged(torch.from_numpy(batch.keys["history"]), batch.tensors["offsets"]).rows()
-            excluded = self._excluded(batch)
+            excluded = self._excluded_items(batch)
             banned = [set(row.tolist()) for row in excluded.rows()] if excluded else [set[int]() for _ in history]
             for items, ban, target in zip(history, banned, batch.tensors["target"].tolist(), strict=True):
                 best = baseline.top(items.numpy(), ban, self._k)
@@ -161,7 +161,7 @@ class CatalogRanker:
         """Count the queries whose target cannot be recommended because `filter_seen` excludes it."""
         num_excluded = 0
         for batch in self._all_batches():
-            if (excluded := self._excluded(batch)) is None:
+            if (excluded := self._excluded_items(batch)) is None:
                 return 0
             row = excluded.row_of_value()
             num_excluded += len(row[excluded.values == batch.tensors["target"][row]].unique())
@@ -178,7 +178,7 @@ class CatalogRanker:
         states = self._item_tower.states(self._engine, batch)
         return states[batch.tensors["offsets"][1:].to(states.device) - 1] if batch.num_tokens else states
 
-    def _excluded(self, batch: MicroBatch) -> Jagged | None:
+    def _excluded_items(self, batch: MicroBatch) -> Jagged | None:
         if self._cfg.filter_seen == "none":
             return None
         if self._cfg.filter_seen == "input":

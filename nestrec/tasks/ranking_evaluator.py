@@ -151,12 +151,12 @@ class RankingEvaluator:
             for k, label in enumerate(self._labels):
                 for name in self._names:
                     if (name, label) not in self._fitted:
-                        fit = self._boosted if name == BOOSTED else self._logistic
+                        fit = self._boosted_trees if name == BOOSTED else self._logistic
                         self._fitted[name, label] = fit(events.select(train), label_AK[train, k])
                     results[name][:, k] = self._fitted[name, label](events.select(held_out))
         return {name: sum_over_ranks(topology, logits) for name, logits in results.items()}
 
-    def _boosted(self, events: EventTable, label: Ints) -> Callable[[EventTable], Logits]:
+    def _boosted_trees(self, events: EventTable, label: Ints) -> Callable[[EventTable], Logits]:
         if label.min() == label.max():  # the trees need both classes
             return lambda held_out: np.zeros(held_out.times_ms.size)
         return BoostedTrees(events, label).logits

@@ -183,7 +183,7 @@ class _TableSettings:
             changes["placement"] = self._placement(self._values["placement"])
         if self._values.get("optimizer", self._table.optimizer.kind) != self._table.optimizer.kind:
             changes["optimizer"] = RowOptimizerConfig(kind=self._values["optimizer"])
-        return self._stored(replace(self._table, **changes, **self._ids()))
+        return self._with_store(replace(self._table, **changes, **self._ids()))
 
     def _placement(self, requested: Placement) -> Placement:
         """Return the placement; `replicated` for all tables is ignored by tables that cannot be replicated."""
@@ -213,7 +213,7 @@ class _TableSettings:
             return {"num_rows": self._values["num_rows"], "is_hashed": True}
         return {"num_rows": None} if ids == "dynamic" else {}
 
-    def _stored(self, table: TableConfig) -> TableConfig:
+    def _with_store(self, table: TableConfig) -> TableConfig:
         is_dynamic = table.num_rows is None
         for name in _OF_DYNAMIC if not is_dynamic else ():
             if name in self._of_one:

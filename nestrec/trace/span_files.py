@@ -118,9 +118,9 @@ def merge(
         offset_ns_of_rank: Nanoseconds that the clock of a rank is ahead; needed if ranks do not share a machine.
     """
     offsets = offset_ns_of_rank or {}
-    merged = [_shifted(span, rank, offsets.get(rank, 0)) for rank, spans in spans_of_rank.items() for span in spans]
+    merged = [_shift(span, rank, offsets.get(rank, 0)) for rank, spans in spans_of_rank.items() for span in spans]
     return sorted(merged, key=lambda span: (span.start_ns, span.rank, span.id))
 
 
-def _shifted(span: Span, rank: int, offset_ns: int) -> Span:
+def _shift(span: Span, rank: int, offset_ns: int) -> Span:
     return dataclasses.replace(span, rank=rank, start_ns=span.start_ns - offset_ns, end_ns=span.end_ns - offset_ns)

@@ -164,8 +164,8 @@ class BalanceController:
         """
         if self._cfg.replay_changes:
             return None
-        cost = self._refitted(step)
-        tuning = self._retuned(step)
+        cost = self._refit(step)
+        tuning = self._retune(step)
         if cost is None and tuning is None:
             return None
         for _ in range(self._delay):
@@ -177,7 +177,7 @@ class BalanceController:
         self._loads = RankLoads.zeros(self._topology.world)
         return change
 
-    def _refitted(self, step: int) -> CostModel | None:
+    def _refit(self, step: int) -> CostModel | None:
         every = self._cfg.fit_every_steps
         if every is None or step // every == self._last_fit // every:
             return None
@@ -185,7 +185,7 @@ class BalanceController:
         measured, self._measured = self._measured, []
         return refit_cost(self._costs.newest, measured)
 
-    def _retuned(self, step: int) -> PowerTuning | None:
+    def _retune(self, step: int) -> PowerTuning | None:
         every = self._cfg.tune_every_steps
         is_due = every is not None and step // every != self._last_tuning // every
         if not is_due or self._loads.num_steps < MIN_STEPS:

@@ -48,7 +48,7 @@ class DistributedSource(StreamSource):
             while (request := all_gather_json(self._topology.control, stop_requested())[0]) is not None:
                 if request:
                     with contextlib.suppress(UserError):  # rank 0 has the same error, and raises it on all ranks later
-                        self._fetched([StreamChunk(**chunk) for chunk in request])
+                        self._fetch([StreamChunk(**chunk) for chunk in request])
             yield
             return
         try:
@@ -81,7 +81,7 @@ class DistributedSource(StreamSource):
                 return
             self._send_request([asdict(chunk) for chunk in chunks])
             before = end
-            for rows in _in_order(self._fetched(chunks)):
+            for rows in _in_order(self._fetch(chunks)):
                 end = rows.position
                 if not rows.is_empty:
                     self._ready.append((start, rows))
@@ -101,7 +101,7 @@ class DistributedSource(StreamSource):
     def close(self) -> None:
         self._source.close()
 
-    def _fetched(self, chunks: Sequence[StreamChunk]) -> list[StreamRows | None]:
+    def _fetch(self, chunks: Sequence[StreamChunk]) -> list[StreamRows | None]:
         """Read each chunk on the rank it is assigned to, and return the rows on rank 0. Collective."""
         control = self._topology.control
         rank = self._topology.rank

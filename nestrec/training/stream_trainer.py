@@ -156,7 +156,7 @@ class StreamTrainer:
         closes = f"{rule.hours} hours" if rule.events is None else f"{rule.events:,} events"
         pronoun = "it is" if number == 1 else "they are"
         return (
-            f"{_counted(number, 'events')} of the stream not trained on, because a window closes after {closes}; "
+            f"{_number_text(number, 'events')} of the stream not trained on, because a window closes after {closes}; "
             f"{pronoun} read again if you run the same command"
         )
 
@@ -230,7 +230,7 @@ class StreamTrainer:
         card, times = result
         lag = stream.lag(card)
         self.trainer.folder.record("lag", step=self.trainer.state.step, generation=card.generation, **lag)
-        shown = ", ".join(_counted(number, unit) for unit, number in lag.items())
+        shown = ", ".join(_number_text(number, unit) for unit, number in lag.items())
         self._warn_of_rejected_rows(before, card)
         self._warn_of_unknown_items(before, card)
         self._callback.on_message(f"generation {card.generation}: {card.counts.events:,} events; waiting: {shown}")
@@ -315,5 +315,5 @@ def _plain(times: WindowTimes) -> dict[str, float]:
     }
 
 
-def _counted(number: float, unit: str) -> str:
+def _number_text(number: float, unit: str) -> str:
     return f"{number:,.0f} {unit.removesuffix('s') if number == 1 else unit}"

@@ -66,11 +66,11 @@ def mark_lists(text: pa.Array, separator: str) -> pa.Array:
     if not pc.any(is_list_literal).as_py():
         return text
     cells = trimmed.filter(is_list_literal).dictionary_encode()
-    marked = pa.array([_marked(cell, separator) for cell in cells.dictionary.to_pylist()], pa.string())
+    marked = pa.array([_mark_separators(cell, separator) for cell in cells.dictionary.to_pylist()], pa.string())
     return pc.replace_with_mask(text, is_list_literal, marked.take(cells.indices))
 
 
-def _marked(cell: str, separator: str) -> str:
+def _mark_separators(cell: str, separator: str) -> str:
     values = _parse_list(cell)
     if values is not None:
         return as_cell_text(values)

@@ -113,7 +113,7 @@ def read_events(job: PreparationJob) -> tuple[RaggedRecordFile, NDArray[np.int64
         job.quarantine.add(batch.file, [*batch.bad, *bad])
         job.num_rows_read += batch.num_rows + len(batch.bad)
         spilled.append(records)
-        user_counts = _resized(user_counts, len(job.parser.users))
+        user_counts = _resize(user_counts, len(job.parser.users))
         add_counts(records.rows["user"], user_counts)
         job.progress("read", done)
     return spilled, user_counts[: len(job.parser.users)]
@@ -431,7 +431,7 @@ def notes_on_ids(parser: EventParser, selected: FilterResult) -> Iterator[str]:
                 )
 
 
-def _resized(counts: NDArray[np.int64], size: int) -> NDArray[np.int64]:
+def _resize(counts: NDArray[np.int64], size: int) -> NDArray[np.int64]:
     if size <= counts.size:
         return counts
     return np.concatenate([counts, np.zeros(max(size, 2 * counts.size) - counts.size, dtype=np.int64)])

@@ -333,7 +333,7 @@ def read_parquet(path: Path, required: Collection[str] = (), *, has_signatures: 
             for batch in file.iter_batches(batch_size=ROWS_PER_BATCH, use_threads=False):
                 lines = np.arange(start + 1, start + 1 + batch.num_rows, dtype=np.int64)
                 start += batch.num_rows
-                columns = {n: _decoded(c) for n, c in zip(batch.schema.names, batch.columns, strict=True)}
+                columns = {n: _decode(c) for n, c in zip(batch.schema.names, batch.columns, strict=True)}
                 _check_types(path, columns, required)
                 if has_signatures:
                     signatures = event_signatures(columns, batch.num_rows, is_typed=True)
@@ -464,7 +464,7 @@ def _blank_lines(path: Path, text_format: DelimitedFormat) -> NDArray[np.int64]:
     return blank.lines()
 
 
-def _decoded(column: pa.Array) -> pa.Array:
+def _decode(column: pa.Array) -> pa.Array:
     """Convert text of any Arrow type to plain strings, and UUIDs to text; bytes that are not text are unchanged."""
     if pa.types.is_dictionary(column.type):
         column = column.dictionary_decode()

@@ -192,7 +192,7 @@ class ReplicaKeyUnion:
     ) -> list[JoinedKeys]:
         unions = self._unions(owned)
         counts = [np.diff(starts) for _, starts in unions]
-        lasts = self._gathered(last_micro_batches, counts) if num_micro_batches > 1 else None
+        lasts = self._gather_values(last_micro_batches, counts) if num_micro_batches > 1 else None
         joined = []
         for t, (union, starts) in enumerate(unions):
             replica_indices_list = np.split(union.inverse, starts[1:-1])
@@ -209,14 +209,14 @@ class ReplicaKeyUnion:
         """Return per table the unique keys of all replicas, and the start of each replica's keys in the sequence."""
         own = torch.tensor([len(k) for k in keys])
         counts = torch.stack(all_gather_equal(self._holders, own)).numpy()
-        all_keys = self._gathered(keys, list(counts.T))
+        all_keys = self._gather_values(keys, list(counts.T))
         unions = []
         for t in range(len(keys)):
             starts = np.concatenate([[0], np.cumsum(counts[:, t])])
             unions.append((dedup(np.concatenate([replica[t] for replica in all_keys])), starts))
         return unions
 
-    def _gathered(
+    def _gather_values(
         self, values: Sequence[NDArray[Any]], counts: Sequence[NDArray[np.int64]]
     ) -> list[list[NDArray[Any]]]:
         """Gather [replica][table] values of all replicas; `counts` contains per table the number for each replica."""

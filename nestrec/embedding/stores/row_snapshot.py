@@ -381,7 +381,7 @@ class DeviceRows(RowSnapshot):
                     self._stream.wait_event(self._moved)
                 claimed, rows = self._unclaimed_rows(slots)
                 self._state[claimed] = CLAIMED
-                self._read = self._launched()
+                self._read = self._record_event()
             torch.from_numpy(out[: len(claimed)]).copy_(rows)
         return claimed
 
@@ -395,7 +395,7 @@ class DeviceRows(RowSnapshot):
     def _claim(self, slots: Slots, out: Words) -> Slots:
         claimed, rows = self._unclaimed_rows(slots)
         torch.from_numpy(out[: len(claimed)]).copy_(rows, non_blocking=True)
-        self._put = self._launched()
+        self._put = self._record_event()
         self._state[claimed] = CLAIMED  # last: if copying fails, the reader must not wait for these rows
         return claimed
 
@@ -413,9 +413,9 @@ class DeviceRows(RowSnapshot):
                 torch.cuda.current_stream(self._device).wait_event(self._read)
             yield
             if is_structural:
-                self._moved = self._launched()
+                self._moved = self._record_event()
 
-    def _launched(self) -> torch.cuda.Event | None:
+    def _record_event(self) -> torch.cuda.Event | None:
         """Return an event that completes with the work launched so far on the current stream."""
         if self._stream is None:
             return None

@@ -329,7 +329,7 @@ class PagedHSTU:
         attended = self.pages.attention(
             number, q, k, v, batch, scale=1.0 / layer.normalizer, biases=self._biases(layer, number, sources)
         )
-        return projected.total, _gated(layer, attended, projected.gate)
+        return projected.total, _apply_gate(layer, attended, projected.gate)
 
     def _last_layer(self, number: int, state: _State, batch: PagedBatch, sources: list[PairSource]) -> torch.Tensor:
         layer = self._layers[number]
@@ -351,14 +351,14 @@ class PagedHSTU:
             biases=self._biases(layer, number, sources),
             is_last=True,
         )
-        return x_CD + _gated(layer, attended, query_gate.gate)
+        return x_CD + _apply_gate(layer, attended, query_gate.gate)
 
     @staticmethod
     def _biases(layer: HSTULayer, number: int, sources: list[PairSource]) -> torch.Tensor | None:
         return sources[number].compute(layer) if sources else None
 
 
-def _gated(layer: HSTULayer, attended: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+def _apply_gate(layer: HSTULayer, attended: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     no_dropout = Dropout(gate, 0, 0.0)
     return gated_output(
         (attended,), gate, layer.output.weight, layer.output.bias, no_dropout, norm="layer", eps=NORM_EPS

@@ -50,10 +50,10 @@ def dedup_keys_reference(keys_P: torch.Tensor) -> SortedUniqueKeys:
     rows_P, order_P = inverse.to(torch.int32).sort(stable=True)
     starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     count = torch.tensor([len(keys)], device=keys_P.device)
-    return SortedUniqueKeys(_padded(keys, len(keys_P)), _padded(starts, len(keys_P) + 1), order_P, rows_P, count)
+    return SortedUniqueKeys(_pad(keys, len(keys_P)), _pad(starts, len(keys_P) + 1), order_P, rows_P, count)
 
 
-def _padded(values: torch.Tensor, size: int) -> torch.Tensor:
+def _pad(values: torch.Tensor, size: int) -> torch.Tensor:
     return torch.cat([values, values.new_zeros(size - len(values))])
 
 

@@ -32,7 +32,7 @@ class KeyedHash:
         """Return the 16-byte digest of purpose and fields, including type and length of each field."""
         state = blake2b(digest_size=16, key=self._secret, person=purpose.encode()[:16])
         for field in fields:
-            tag, content = _encoded(field)
+            tag, content = _encode(field)
             state.update(tag + len(content).to_bytes(8, "little"))
             state.update(content)
         return state.digest()
@@ -42,7 +42,7 @@ class KeyedHash:
         return int.from_bytes(self.digest(purpose, *fields)[:8], "little")
 
 
-def _encoded(field: Field) -> tuple[bytes, bytes]:
+def _encode(field: Field) -> tuple[bytes, bytes]:
     if isinstance(field, str):
         return b"s", field.encode("utf-8", "surrogatepass")
     if isinstance(field, int):

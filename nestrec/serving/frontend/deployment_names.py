@@ -152,7 +152,7 @@ class DeploymentNameCache:
     def _build(names: _DeploymentNames, known: Mapping[int, RemoteDeployment]) -> RemoteDeployment:
         servable = names.servable
         if servable is None:
-            servable = _extended(known[names.same_as].servable, names)
+            servable = _extend_names(known[names.same_as].servable, names)
         _ = servable.item_ids  # built now: it takes a second for a million names, and the first request would wait
         return RemoteDeployment(servable, (), number=names.number, role=names.role, output_names=names.outputs)
 
@@ -166,7 +166,7 @@ def _without_weights(servable: Servable) -> Servable:
     )  # fmt: skip
 
 
-def _extended(old: Servable, names: _DeploymentNames) -> Servable:
+def _extend_names(old: Servable, names: _DeploymentNames) -> Servable:
     """Return `old` as the next version, with items added.
 
     The lookup tables of `old` are reused: building them takes a second for a million names, and requests would wait.

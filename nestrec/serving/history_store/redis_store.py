@@ -200,7 +200,7 @@ class RedisHistoryStore:
         for reply in replies:
             for result in reply if isinstance(reply, list) else [reply]:  # the reply to EXEC is a list
                 if isinstance(result, ResponseError):
-                    raise self._rejected(result)
+                    raise self._rejection_error(result)
         return replies
 
     async def _request(self, *commands: Command) -> list[Any]:
@@ -228,7 +228,7 @@ class RedisHistoryStore:
         self._breaker.record_success()
         return replies
 
-    def _rejected(self, error: ResponseError) -> HistoryStoreUnavailableError:
+    def _rejection_error(self, error: ResponseError) -> HistoryStoreUnavailableError:
         self.counts["rejected"] += 1
         reason = _reason(error)
         _LOG.error("the history store rejected a command: %s", reason)
@@ -247,7 +247,7 @@ class RedisHistoryStore:
                 self.counts["reads"] += len(users)
                 for future, value in zip(futures.values(), values, strict=True):
                     if isinstance(value, ResponseError):
-                        future.set_exception(self._rejected(value))
+                        future.set_exception(self._rejection_error(value))
                     else:
                         future.set_result(value)
             except HistoryStoreUnavailableError as error:

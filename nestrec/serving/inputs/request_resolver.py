@@ -446,7 +446,7 @@ class RequestResolver:
         if isinstance(value, list):
             _check_count(values, count, field)
         if not column.has_table:
-            numbers = number_bits(self._transformed(values, column, field))
+            numbers = number_bits(self._transform(values, column, field))
             return numbers if isinstance(value, list) else np.full(count, numbers[0])
         ids = self.servable.column_ids.get(column.name)
         if column.transform.kind != "quantiles" and float in types_of(values):
@@ -479,7 +479,7 @@ class RequestResolver:
         except (ValueError, OverflowError):
             raise BadRequestError("must be keys: 64-bit integers", field) from None
 
-    def _transformed(self, values: Sequence[Category], column: ColumnSpec, field: str) -> NDArray[np.float32]:
+    def _transform(self, values: Sequence[Category], column: ColumnSpec, field: str) -> NDArray[np.float32]:
         numbers = column.transform.numbers(self._numbers(values, field))
         if (np.abs(numbers) > LARGEST_NUMBER).any():
             raise BadRequestError(_TOO_LARGE, field)

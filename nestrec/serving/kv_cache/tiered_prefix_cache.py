@@ -302,7 +302,7 @@ class TieredPrefixCache:
             self.device.pin(entry)
             pages = list(entry.pages)
             host_pages = self._host_pages.allocate(num_bytes)
-            finish = self._posted(lambda is_made: self._finish_offload(host_entry, entry, host_pages, is_made))
+            finish = self._post_to_engine(lambda is_made: self._finish_offload(host_entry, entry, host_pages, is_made))
             self._out.submit(lambda: self._host_pages.copy_out(pages, host_pages), num_bytes, finish)
         if not keeps_prefix:
             self.device.evict(entry.key)
@@ -344,7 +344,7 @@ class TieredPrefixCache:
         self.host_cache.start_reload(host_entry)
         pages = list(entry.pages)
         host_pages = host_entry.payload
-        finish = self._posted(lambda is_made: self._finish_reload(host_entry, entry, resume, is_made))
+        finish = self._post_to_engine(lambda is_made: self._finish_reload(host_entry, entry, resume, is_made))
         self._in.submit(lambda: self._host_pages.copy_in(pages, host_pages), host_entry.num_bytes, finish)
         return True
 
@@ -361,7 +361,7 @@ class TieredPrefixCache:
         self.host_cache.clear()
         self._host_pages.clear()
 
-    def _posted(self, finish: Callable[[bool], None]) -> Callable[[bool], None]:
+    def _post_to_engine(self, finish: Callable[[bool], None]) -> Callable[[bool], None]:
         """Return a callback that runs `finish` on the engine's thread, unless the cache was cleared in the meantime."""
         num_clears = self._num_clears
 

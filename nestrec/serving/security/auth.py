@@ -210,7 +210,7 @@ class ApiKeyStore:
         return self.file.reload_if_changed()
 
     def _read(self) -> None:
-        self._known = _indexed(read_keys(self._path))
+        self._known = _index_by_digest(read_keys(self._path))
         count = len(self._known[0])
         if count:
             _LOG.info("loaded %d API keys", count)
@@ -339,7 +339,7 @@ def _plain_dates(entry: dict[str, Any]) -> dict[str, Any]:
     return {name: v.isoformat() if isinstance(v, datetime.date) else v for name, v in entry.items()}
 
 
-def _indexed(keys: tuple[ApiKey, ...]) -> tuple[tuple[ApiKey, ...], tuple[bytes, ...]]:
+def _index_by_digest(keys: tuple[ApiKey, ...]) -> tuple[tuple[ApiKey, ...], tuple[bytes, ...]]:
     return keys, tuple(key.digest for key in keys)
 
 

@@ -116,12 +116,12 @@ class NewItemInsertion:
         servable = self._servable
         capacity = (self._first + self.count) + max(_MIN_SPARE_ROWS, (self._first + self.count) // _SPARE_DIVISOR)
         items = servable.tables["items"]
-        larger = _enlarged(items, capacity)
+        larger = _enlarge(items, capacity)
         return replace(
             servable,
             tables={name: larger if table is items else table for name, table in servable.tables.items()},
-            index=None if servable.index is None else _enlarged(servable.index, capacity),
-            item_columns={name: _padded(column, capacity) for name, column in servable.item_columns.items()},
+            index=None if servable.index is None else _enlarge(servable.index, capacity),
+            item_columns={name: _pad(column, capacity) for name, column in servable.item_columns.items()},
         )
 
     @torch.inference_mode()
@@ -289,14 +289,14 @@ def _numbers(values: Sequence[Any]) -> NDArray[np.float64]:
     return np.array([np.nan if value is None else float(value) for value in values])
 
 
-def _enlarged(table: ServedTable, capacity: int) -> DeviceTable:
+def _enlarge(table: ServedTable, capacity: int) -> DeviceTable:
     if not isinstance(table, DeviceTable):
         remedy = "serve with --tables.store=device, or export the model with the new items"
         raise UserError(
             "only tables in device memory can be enlarged", option="tables", value="outside the device", remedy=remedy
         )
-    return DeviceTable(_padded(table.weight[: table.num_rows], capacity), table.num_rows)
+    return DeviceTable(_pad(table.weight[: table.num_rows], capacity), table.num_rows)
 
 
-def _padded(column: torch.Tensor, capacity: int) -> torch.Tensor:
+def _pad(column: torch.Tensor, capacity: int) -> torch.Tensor:
     return torch.cat([column, column.new_zeros(max(0, capacity - len(column)), *column.shape[1:])])

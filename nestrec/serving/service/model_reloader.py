@@ -183,18 +183,18 @@ class Reloader:
         Raises:
             UserError: A model cannot be loaded, or its role is not served or occurs twice.
         """
-        with self._locked():
+        with self._hold_lock():
             self._swap([(str(folder), None) for folder in folders])
 
     def rollback(self) -> None:
         """Serve the models before the last swap again; raise `UserError` if there was none."""
-        with self._locked():
+        with self._hold_lock():
             remedy = "use nestrec swap SERVER MODEL, or ADDRESS@VERSION for an earlier version"
             require(self.previous, "no model has been swapped since the server started", remedy=remedy)
             self._swap([self._previous_target(role, one) for role, one in self.previous.items()], cause="rollback: ")
 
     @contextlib.contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _hold_lock(self) -> Iterator[None]:
         """Hold the lock for one change. It has a timeout, because another change may wait for storage that is down."""
         if not self._lock.acquire(timeout=_LOCK_TIMEOUT_S):
             remedy = "try again later, or restart the server if the storage of its models does not respond"

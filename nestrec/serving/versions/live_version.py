@@ -99,7 +99,7 @@ class LiveModelVersion:
                 weight.index_copy_(0, ids, _checked_rows(rows, weight, table.name))
             return _served(weight, table.num_rows, target_device, cfg)
 
-        columns = {name: _padded(column, capacity["items"]) for name, column in files.get(COLUMNS_FILE, {}).items()}
+        columns = {name: _pad(column, capacity["items"]) for name, column in files.get(COLUMNS_FILE, {}).items()}
         servable = Servable.from_parts(
             {**files, COLUMNS_FILE: columns} if columns else files,
             versions.weights(full),
@@ -131,7 +131,7 @@ class LiveModelVersion:
         updates = [self._row_update(versions, step, table) for table in manifest.tables]
         if self.servable.index is not None:
             index = list(versions.index(step, spec.num_items))
-            updates.append(_RowUpdate.of(self.servable.index, spec.num_items, _concatenated(index)))
+            updates.append(_RowUpdate.of(self.servable.index, spec.num_items, _concatenate(index)))
         weights = versions.weights(step)
         _check_weights(self.servable, weights)  # on the host, because a check on the device would synchronize
         return StagedVersion(
@@ -159,7 +159,7 @@ class LiveModelVersion:
         served = _table_of(self.servable, table.name)
         removed = versions.removed_keys(step, table)
         initial = initial_vectors(removed.numpy(), _config(table))
-        return _RowUpdate.of(served, table.num_rows, _concatenated([*versions.rows(step, table), (removed, initial)]))
+        return _RowUpdate.of(served, table.num_rows, _concatenate([*versions.rows(step, table), (removed, initial)]))
 
     def _servable(self, spec: ServableSpec, files: Mapping[str, Any], version: str, published_s: float) -> Servable:
         """Return the next servable over the same tables; `apply` adds new items to the shared id map."""
@@ -321,7 +321,7 @@ def _columns(
     return columns
 
 
-def _concatenated(parts: Iterable[VersionRows]) -> VersionRows | None:
+def _concatenate(parts: Iterable[VersionRows]) -> VersionRows | None:
     nonempty = [(ids, rows) for ids, rows in parts if len(ids)]
     if len(nonempty) <= 1:
         return nonempty[0] if nonempty else None
@@ -332,7 +332,7 @@ def _capacity(num_rows: int) -> int:
     return num_rows + max(_MIN_SPARE_ROWS, num_rows // _SPARE_DIVISOR)
 
 
-def _padded(column: torch.Tensor, capacity: int) -> torch.Tensor:
+def _pad(column: torch.Tensor, capacity: int) -> torch.Tensor:
     padding = torch.zeros(max(0, capacity - len(column)), *column.shape[1:], dtype=column.dtype)
     return torch.cat([column, padding])
 

@@ -16,12 +16,12 @@ _CONFLICT = 409
 
 async def swap(context: HandlerContext, request: SwapRequest) -> DeploymentResponse:
     """Swap the models; responds when the new ones serve. If one of them cannot be loaded, none is swapped."""
-    return await _changed(context, lambda reloader: reloader.swap(request.models))
+    return await _apply_change(context, lambda reloader: reloader.swap(request.models))
 
 
 async def rollback(context: HandlerContext, _: RollbackRequest) -> DeploymentResponse:
     """Roll back the last swap; responds when the previous models serve again."""
-    return await _changed(context, lambda reloader: reloader.rollback())
+    return await _apply_change(context, lambda reloader: reloader.rollback())
 
 
 async def drain(context: HandlerContext, request: DrainRequest) -> DeploymentResponse:
@@ -34,7 +34,7 @@ async def fleet(context: HandlerContext, _: Any) -> DeploymentResponse:
     return _fleet(context)
 
 
-async def _changed(context: HandlerContext, change: Callable[[Reloader], None]) -> DeploymentResponse:
+async def _apply_change(context: HandlerContext, change: Callable[[Reloader], None]) -> DeploymentResponse:
     """Apply a change on a separate thread, because it can take long; return the served models afterwards."""
     reloader = context.reloader
     if reloader is None:
